@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -109,6 +109,23 @@ class SgmvBackend(LoRABackend):
     def batch_to_tile(self, num_tokens: int, active_slots: int) -> tuple[int, int]:
         """Return the tokens and active slots that sizes are chosen for."""
         return launch.INVARIANT_BATCH if self.batch_invariant else (num_tokens, active_slots)
+
+    def kernel_sizes(
+        self, num_tokens: int, active_slots: int, weights: LoRAWeights, halves: bool = False
+    ) -> Hashable:
+        """Return what the kernels for a layer and a batch follow from, outside of graphs.
+
+        Args:
+            num_tokens: of the batch.
+            active_slots: slots that have tokens.
+            weights: of the layer, 16 or 32 bits wide.
+            halves: whether `run_lora_a` or `run_lora_b` runs, else `run_linear`.
+
+        Returns:
+            An object that is equal for batches that need the same kernels.
+        """
+        form: launch.Form = "separate" if halves else "linear"
+        return launch.kernel_sizes(weights, num_tokens, active_slots, self._options, form)
 
     @override
     def run_lora_a(

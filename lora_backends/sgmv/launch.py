@@ -244,6 +244,28 @@ def _kernels(
     )
 
 
+def kernel_sizes(
+    weights: LoRAWeights, num_tokens: int, active_slots: int, options: Options, form: Form
+) -> tuple[Any, ...]:
+    """Return what both kernels for a layer follow from in an eager call: equal, then compiled once.
+
+    Of 16- and 32-bit weights, and x of their dtype.
+    """
+    shape = INVARIANT_BATCH if options.batch_invariant else (num_tokens, active_slots)
+    batch = BatchShape(*shape, options.source.tile_tokens(*shape))
+    layer = LayerShape(
+        weights.num_slices,
+        weights.max_rank,
+        weights.in_features,
+        weights.out_features,
+        max(weights.dtype.itemsize, 2),
+    )
+    lines: tuple[int, ...] = ()
+    if options.programmatic and form == "linear":
+        lines = prefetched_lines(batch, layer, options.gpu)
+    return batch.tile_tokens, *_tiles(batch, layer, PLAIN, options, form), lines
+
+
 def _tiles(
     batch: BatchShape, layer: LayerShape, storage: Storage, options: Options, form: Form
 ) -> tuple[ShrinkTiles, ExpandTiles]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
@@ -38,7 +39,84 @@ ADAPTERS = {
     ),
     "rs": dict(r=4, lora_alpha=8, use_rslora=True, target_modules=["gate_proj", "up_proj"]),
 }
+INVOCATION = [200, 201]
+KINDS = {  # that vLLM's own loader refuses, or version 0.30 gets wrong
+    "dora": dict(r=4, lora_alpha=8, use_dora=True, target_modules=[*LINEAR, "embed_tokens"]),
+    "dora_head": dict(r=2, lora_alpha=6, use_dora=True, target_modules=["lm_head", "k_proj"]),
+    "bias": dict(r=4, lora_alpha=8, lora_bias=True, target_modules=LINEAR),
+    "alora": dict(
+        r=4, lora_alpha=8, alora_invocation_tokens=INVOCATION, target_modules=[*LINEAR, "lm_head"]
+    ),
+    "pissa": dict(r=4, lora_alpha=8, init_lora_weights="pissa", target_modules=LINEAR),
+    "olora": dict(r=4, lora_alpha=8, init_lora_weights="olora", target_modules=LINEAR),
+    "tokens": dict(
+        r=4, lora_alpha=8, trainable_token_indices=[5, 9, 200], target_modules=["q_proj"]
+    ),
+    "ranks": dict(
+        r=2,
+        lora_alpha=4,
+        use_rslora=True,
+        use_dora=True,
+        target_modules=LINEAR,
+        rank_pattern={"q_proj": 8, "up_proj": 1},
+        alpha_pattern={"v_proj": 16, "q_proj": 3},
+    ),
+}
+BOTH = [None, "all", "some", "uneven", "ends", "bias", "pissa", "tokens"]
+PARALLEL = {"plain": [*BOTH[1:], "dora"], "sharded": BOTH}  # adapters of the rows of two processes
 PROMPTS = [[(13 * row + 7 * i * i + i) % (VOCAB - 8) + 4 for i in range(40)] for row in range(8)]
+
+
+def save_tiny(folder, **options):
+    """Save a random Llama, small enough to be quick, and return its folder."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=192,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        eos_token_id=1,
+        bos_token_id=0,
+        dtype="float32",
+        **{"tie_word_embeddings": False, "attention_bias": True, **options},
+    )
+    torch.manual_seed(7)
+    model = transformers.LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_adapter(folder, base, seed, **options):
+    """Save a random adapter of PEFT for the model in a folder, and return its own."""
+    import peft
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    starts_from_base = isinstance(options.get("init_lora_weights"), str)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        for path, parameter in model.named_parameters():
+            change = torch.randn(parameter.shape, generator=generator)
+            if "lora_magnitude" in path:
+                parameter.data.mul_(1 + 0.2 * change)
+            elif "trainable_tokens" in path or ("lora_" in path and starts_from_base):
+                parameter.data.add_(0.15 * change)
+            elif "lora_" in path:
+                parameter.data.copy_(0.15 * change)
+        model.save_pretrained(folder, save_embedding_layers=False)
+    return folder
 
 
 def allow_a_second_engine():

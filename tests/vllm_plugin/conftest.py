@@ -3,12 +3,13 @@
 import gc
 import importlib.util
 import os
-import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.vllm_engines import ADAPTERS, HIDDEN, LAYERS, VOCAB, Engine
+from helpers.vllm_engines import ADAPTERS, KINDS, Engine, save_adapter, save_tiny
+from helpers.vllm_layers import IDS, INDEX_TO_ID, SLOTS, WIDTH, mapping
 
 ROOT = Path(__file__).parents[2]
 if (
@@ -19,48 +20,19 @@ if (
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """Return the folder of a random Llama, small enough to be quick."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=192,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        bos_token_id=0,
-        dtype="float32",
-    )
-    torch.manual_seed(7)
-    folder = tmp_path_factory.mktemp("tiny")
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    """Return the folder of a random Llama."""
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
 def adapters(tiny, tmp_path_factory):
     """Return the folder of each adapter by name."""
-    import peft
-    import transformers
-
     parent = tmp_path_factory.mktemp("adapters")
-    for seed, (name, config) in enumerate(ADAPTERS.items()):
-        base = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **config))
-            generator = torch.Generator().manual_seed(seed)
-            for path, parameter in model.named_parameters():
-                if "lora_" in path:
-                    values = torch.randn(parameter.shape, generator=generator)
-                    parameter.data.copy_(0.15 * values)
-            model.save_pretrained(parent / name, save_embedding_layers=False)
-    return {name: parent / name for name in ADAPTERS}
+    every = {**ADAPTERS, **KINDS}
+    return {
+        name: save_adapter(parent / name, tiny, seed, **config)
+        for seed, (name, config) in enumerate(every.items())
+    }
 
 
 @pytest.fixture(scope="session")
@@ -95,12 +67,29 @@ def peft_tokens(tiny, adapters):
     return tokens
 
 
+@pytest.fixture
+def wrapper(monkeypatch):
+    """Return a wrapper with a batch of rows of several adapters."""
+    monkeypatch.setenv("LORA_BACKENDS_VLLM", "torch_ref")
+    from lora_backends.integrations.vllm.wrapper import BackendWrapper
+
+    made = BackendWrapper(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+    made.update_metadata(mapping(IDS), INDEX_TO_ID, SLOTS + 1, 100)
+    return made
+
+
+@pytest.fixture
+def x():
+    """Return an input of every row of that batch."""
+    return torch.randn(len(IDS), WIDTH, generator=torch.Generator().manual_seed(2))
+
+
 @pytest.fixture(scope="module")
 def make_engine(tiny, adapters):
     """Return a function that builds an engine; engines of a module end with it."""
     made = []
 
-    def make(backend="auto", **options):
+    def make(backend="auto", model=tiny, adapters=adapters, **options):
         with pytest.MonkeyPatch.context() as patch:
             if backend is None:
                 patch.delenv("LORA_BACKENDS_VLLM", raising=False)
@@ -109,7 +98,7 @@ def make_engine(tiny, adapters):
             from lora_backends.integrations.vllm import register
 
             register()  # vLLM itself calls it once a process; the variable counts when asked
-            made.append(Engine(tiny, adapters, **options))
+            made.append(Engine(model, adapters, **options))
         return made[-1]
 
     yield make

@@ -160,6 +160,8 @@ def test_prompts_that_are_embedded_already_share_a_batch_with_adapters(
         )
         return [list(each.outputs[0].token_ids) for each in out]
 
+    with pytest.raises(Exception, match="alora_invocation_tokens with enable_prompt_embeds"):
+        engine.llm.llm_engine.add_lora(engine.request("alora"))  # no tokens to look at
     # "ends" has LoRA on the embedding, of the tokens after those that are embedded
     for name in ("small", None, "ends"):
         assert tokens(name) == [peft_tokens(PROMPTS[0], "all", 3), peft_tokens(PROMPTS[1], name, 3)]
@@ -176,7 +178,9 @@ def drafter(tiny, tmp_path_factory):
     generator = torch.Generator().manual_seed(3)
     layer, folder = "layers.0", tmp_path_factory.mktemp("drafter")
     config = json.loads((tiny / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 1, "attention_bias": False})
+    )
     inner, half = config["intermediate_size"], HIDDEN // 2
     shapes = {
         "fc": (HIDDEN, 2 * HIDDEN),

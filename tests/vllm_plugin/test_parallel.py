@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.vllm_engines import PROMPTS
-
-NAMES = [None, "all", "small", "some", "uneven", "ends"]
+from helpers.vllm_engines import PARALLEL, PROMPTS
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +29,12 @@ def output(tiny, adapters):
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
 def test_two_processes_answer_as_peft_does(output, peft_tokens, kind):
     found = [line for line in output.splitlines() if line.startswith(kind)]
-    wanted = [peft_tokens(PROMPTS[row], name, 6) for row, name in enumerate(NAMES)]
-    assert found == [f"{kind} {tokens}" for tokens in wanted]
+    rows = zip(PROMPTS, PARALLEL[kind], strict=True)
+    assert found == [f"{kind} {peft_tokens(prompt, name, 6)}" for prompt, name in rows]
+
+
+def test_dora_is_refused_where_other_processes_add_to_a_row(output):
+    assert "use_dora with fully_sharded_loras at model.layers.0.mlp.down_proj" in output
 
 
 def test_every_process_runs_on_the_backend(output):

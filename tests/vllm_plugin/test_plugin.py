@@ -1,5 +1,9 @@
 """Waking up inside the real vLLM."""
 
+import ast
+import importlib.util
+from pathlib import Path
+
 import pytest
 from helpers.vllm_engines import SETTINGS  # noqa: F401  # before vLLM is imported
 
@@ -53,3 +57,39 @@ def test_a_vllm_that_is_too_old_is_refused_by_its_number(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.25.1")
     with pytest.raises(BackendUnavailableError, match=r"0\.25\.1(.|\n)*0\.26 or newer"):
         register()
+
+
+@pytest.fixture(scope="module")
+def names():
+    path = Path(__file__).parents[2] / "tools" / "vllm_names.py"
+    spec = importlib.util.spec_from_file_location("vllm_names", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_this_vllm_has_every_name_that_the_plugin_relies_on(names, monkeypatch):
+    import vllm
+
+    package = Path(vllm.__file__).parent
+    assert names.missing(package) == []
+    wrong = ["LoRAModel.from_lora_tensors(tensor)", "LoRAModel.nothing", "nothing", "LoRAModel.id"]
+    monkeypatch.setattr(names, "NAMES", {"lora/lora_model.py": wrong, "nothing.py": []})
+    lacking = [line.partition(": ")[2] for line in names.missing(package)]
+    assert lacking == [*wrong[:3], "no such file"]
+
+
+def test_every_method_that_is_wrapped_is_looked_for(names):
+    known = {name for each in names.NAMES.values() for name in each}
+    known = {name.partition("(")[0].rpartition(".")[2] for name in known}
+    sources = Path(__file__).parents[2] / "lora_backends" / "integrations" / "vllm"
+    wrapped = set()
+    for path in sources.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "replace":
+                texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
+                wrapped |= {text for text in texts if text and "." not in text}
+    optional = {"compute_prompt_token_id_logprobs"}  # of newer versions alone
+    classes = {"GPUModelRunner", "LoRAModelManager", "WorkerLoRAManager", "SpecDecodeBaseProposer"}
+    assert {"_load_adapter", "generate_block_hash_extra_keys"} <= wrapped
+    assert wrapped - optional - classes <= known

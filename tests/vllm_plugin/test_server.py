@@ -108,6 +108,15 @@ def test_requests_name_their_adapter_and_one_is_loaded_while_it_serves(server):
         assert server.chat(model) == ANSWERS[model]
 
 
+def test_the_name_of_a_model_may_give_adapters_strengths(server):
+    assert server.chat("pirate*1") == ANSWERS["pirate"]
+    assert server.chat("pirate*0") == ANSWERS["base"]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.chat("pirat*0.5")
+    assert refused.value.code == 400
+    assert "no adapter 'pirat' for the blend; did you mean 'pirate'?" in server.log.read_text()
+
+
 def test_the_log_says_what_runs(server):
     log = server.log.read_text()
     assert "takes over LoRA of vLLM" in log

@@ -21,16 +21,6 @@ from helpers.vllm_layers import (
 )
 
 
-@pytest.fixture
-def wrapper(monkeypatch):
-    monkeypatch.setenv("LORA_BACKENDS_VLLM", "torch_ref")
-    from lora_backends.integrations.vllm.wrapper import BackendWrapper
-
-    made = BackendWrapper(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
-    made.update_metadata(mapping(IDS), INDEX_TO_ID, SLOTS + 1, 100)
-    return made
-
-
 def test_a_backend_without_the_features_that_vllm_needs_is_refused(wrapper, monkeypatch):
     from lora_backends import UnsupportedInputError
 
@@ -63,11 +53,6 @@ def test_a_model_with_an_encoder_whose_rows_vllm_does_not_announce_is_refused(wr
     settings.model_config.is_encoder_decoder = True
     with pytest.raises(UnsupportedInputError, match="given: tiny, with an encoder"):
         type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
-
-
-@pytest.fixture
-def x():
-    return torch.randn(len(IDS), WIDTH, generator=torch.Generator().manual_seed(2))
 
 
 def test_a_linear_layer_of_several_slices_is_added_to_y(wrapper, x):
@@ -221,14 +206,6 @@ def test_fully_sharded_columns_shrink_a_part_and_expand_all(wrapper, x, shards):
     assert y[:, :3].eq(1).all() and y[:, -2:].eq(1).all()
     wrapper.add_expand(y, gathered, module.lora_b_stacked, SLICES, 3, False)
     torch.testing.assert_close(y[:, 3:-2], delta(whole, x, IDS))
-
-
-def test_a_shrink_of_rows_without_adapter_is_zero(wrapper, x):
-    module = make_module(wrapper)
-    wrapper.update_metadata(mapping([0] * len(x)), INDEX_TO_ID, SLOTS + 1, 100)
-    buffer = torch.ones(len(SLICES), len(x), RANK)
-    wrapper.add_shrink(buffer, x, module.lora_a_stacked, 1.0)
-    assert not buffer.any()
 
 
 def test_an_embedding_expands_what_vllm_has_gathered(wrapper):
@@ -753,147 +730,3 @@ def test_methods_of_a_later_vllm_run_on_its_own_wrapper():
     assert not module.BackendWrapper.__abstractmethods__
     known = {name for name in vars(base.PunicaWrapperBase) if name.startswith(("add_", "apply_"))}
     assert known <= set(vars(module.BackendWrapper))
-
-
-EXPERTS, TOP_K, INNER, HIDDEN = 4, 2, 6, WIDTH
-DATA_PARALLEL = SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=2))
-TOPK_IDS = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [0, 1], [1, 3], [2, 3]])
-
-
-def make_experts(wrapper, shared=False, **more):
-    """Return a mixture's module with random stacks, gate and up apart, as vLLM keeps them."""
-    from lora_backends.integrations.vllm import experts
-
-    generator = torch.Generator().manual_seed(5)
-
-    def stack(num_experts, *shape):
-        return torch.randn(SLOTS, num_experts, *shape, generator=generator)
-
-    one = 1 if shared else EXPERTS
-    module = SimpleNamespace(
-        w13_lora_a_stacked=tuple(stack(one, RANK, HIDDEN) for _ in range(2)),
-        w13_lora_b_stacked=tuple(stack(EXPERTS, INNER, RANK) for _ in range(2)),
-        w2_lora_a_stacked=(stack(EXPERTS, RANK, INNER),),
-        w2_lora_b_stacked=(stack(one, HIDDEN, RANK),),
-        local_num_experts=EXPERTS,
-        use_ep=False,
-        moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=1)),
-        fully_sharded=False,
-        tp_size=1,
-        set_lora=lambda index, lora_a, lora_b: None,
-        reset_lora=lambda index: None,
-    )
-    vars(module).update(more)
-    assert experts.is_experts(module)
-    experts.adopt(module, wrapper)
-    return module
-
-
-def expected_pairs(x, a, b, weights=None):
-    """Return the delta of every pair of token and expert by plain products."""
-    out = torch.zeros(len(IDS), TOP_K, b.shape[2])
-    for token, id_ in enumerate(IDS):
-        for j, expert in enumerate(TOPK_IDS[token] if id_ else ()):
-            slot, row = INDEX_TO_ID.index(id_), x[token, j]
-            own_a = a[slot, min(int(expert), a.shape[1] - 1)]
-            own_b = b[slot, min(int(expert), b.shape[1] - 1)]
-            out[token, j] = own_b @ (own_a @ row) * (1 if weights is None else weights[token, j])
-    return out
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_experts_add_gate_and_up_and_the_weighted_second_product(wrapper, x, shared):
-    module = make_experts(wrapper, shared)
-    for slot in range(SLOTS):  # after set_lora, at full rank
-        module.set_lora(slot, [torch.ones(1, RANK, 1), None, torch.ones(1, RANK, 1)], [])
-    weights = torch.rand(len(IDS), TOP_K)
-    # vLLM passes what is shared as views of no stride
-    a13 = tuple(a.expand(-1, EXPERTS, -1, -1) for a in module.w13_lora_a_stacked)
-    b2 = tuple(b.expand(-1, EXPERTS, -1, -1) for b in module.w2_lora_b_stacked)
-    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
-    more = [None, None, None, len(IDS), TOP_K, SLOTS, None, EXPERTS, TOP_K, 2, False, False]
-    x = x.bfloat16().float()  # of the model's dtype, which is not the adapters'
-    handed_on = wrapper.add_lora_w13(
-        y, x.bfloat16(), a13, module.w13_lora_b_stacked, TOPK_IDS, weights, *more
-    )
-    pairs = x[:, None].expand(-1, TOP_K, -1)
-    wanted = [
-        expected_pairs(pairs, a, b)
-        for a, b in zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True)
-    ]
-    torch.testing.assert_close(y, 1 + torch.cat(wanted, -1))
-    inner = torch.randn(len(IDS) * TOP_K, INNER).bfloat16()
-    y = torch.ones(len(IDS), TOP_K, HIDDEN)
-    more = [len(IDS), None, None, TOP_K, SLOTS, None, TOP_K, False, 0, False]
-    wrapper.add_lora_w2(y, inner, module.w2_lora_a_stacked, b2, weights, *handed_on, *more)
-    wanted = expected_pairs(
-        inner.float().view(len(IDS), TOP_K, INNER),
-        module.w2_lora_a_stacked[0],
-        module.w2_lora_b_stacked[0],
-        weights,
-    )
-    torch.testing.assert_close(y, 1 + wanted)
-
-
-def test_experts_are_right_after_sleep_has_discarded_all_memory(wrapper):
-    module = make_experts(wrapper)
-    for site in module.lora_backends_layers:
-        site.scalings.zero_()
-    module.set_lora(1, [torch.ones(1, RANK, 1)], [])
-    assert all(site.scalings[1].eq(1).all() for site in module.lora_backends_layers)
-
-
-def test_experts_of_tokens_of_other_processes_are_refused(wrapper, x):
-    from lora_backends import UnsupportedInputError
-
-    module = make_experts(wrapper)
-    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
-    stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
-    given = TOPK_IDS, torch.ones(len(IDS), TOP_K)
-    with pytest.raises(UnsupportedInputError, match="token_lora_mapping"):
-        wrapper.add_lora_w13(y, x, *stacks, *given, token_lora_mapping=torch.zeros(7))
-
-
-def test_experts_without_an_adapter_add_nothing(wrapper, x):
-    module = make_experts(wrapper)  # no set_lora: rank 0, whatever the stacks hold
-    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
-    stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
-    wrapper.add_lora_w13(y, x, *stacks, TOPK_IDS, torch.ones(len(IDS), TOP_K))
-    assert y.eq(1).all()
-
-
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        ({"use_ep": True}, "enable_expert_parallel"),
-        ({"moe_config": DATA_PARALLEL}, "data-parallel"),
-        ({"fully_sharded": True, "tp_size": 2}, "fully_sharded_loras"),
-    ],
-)
-def test_experts_that_are_not_taken_over_stay_with_vllms_wrapper(
-    wrapper, x, monkeypatch, more, reason
-):
-    own = SimpleNamespace(update_metadata=lambda *args, **kwargs: seen.append(args))
-    own.add_lora_w13 = lambda *args, **kwargs: ("own", len(args))
-    own.token_mapping_meta = "vLLM's own"
-    seen, logged = [], []
-    monkeypatch.setattr(
-        "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU", lambda *args, **kwargs: own
-    )
-    monkeypatch.setattr(
-        "lora_backends.integrations.vllm.plugin.own_wrapper_name",
-        lambda: "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU",
-    )
-    monkeypatch.setattr(
-        "lora_backends.integrations.vllm.plugin.logger",
-        lambda: SimpleNamespace(warning_once=lambda text, *args: logged.append(text % args)),
-    )
-    module = make_experts(wrapper, **more)
-    assert reason in logged[0] and len(logged) == 1
-    assert seen[0][1] == INDEX_TO_ID, "it takes the batch of now"
-    stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
-    y = torch.ones(len(IDS), TOP_K, 2 * INNER)
-    assert wrapper.add_lora_w13(y, x, *stacks, TOPK_IDS, y, 1, 2) == ("own", 8)
-    wrapper.update_metadata(mapping(IDS[::-1]), INDEX_TO_ID, SLOTS + 1, 100)
-    assert len(seen) == 2, "and each batch after it"
-    assert wrapper.token_mapping_meta == "vLLM's own"

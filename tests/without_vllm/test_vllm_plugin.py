@@ -186,7 +186,7 @@ def test_an_expand_beyond_the_last_column_of_y_is_refused():
     a, b = torch.ones(2, 1, 4, 16), torch.ones(2, 1, 12, 4)
     module = SimpleNamespace(lora_a_stacked=(a,), lora_b_stacked=(b,))
     module.set_lora = module.reset_lora = lambda *_: None
-    adopt(module, SimpleNamespace(tokens=plans))
+    adopt(module, SimpleNamespace(tokens=plans, has_factors=False))
     module.set_lora(0, [a[0, 0]], [b[0, 0]])
     plans.set_slots([0, -1, 0])
     y, h = torch.zeros(3, 15), torch.ones(1, 3, 4)

@@ -171,7 +171,7 @@ def read_with_options(folder: str | Path, options: ReadOptions) -> Checkpoint:
     config = read_config(path / CONFIG_FILE, options.limits, options.own_modules)
     check_beside(path)
     with torch.device("cpu"):  # whatever the caller's default device is
-        weights, tensors = _read_tensors(path, options.limits)
+        weights, tensors = read_tensors(path, options.limits)
     return checked_checkpoint(path, weights, config, tensors, options)
 
 
@@ -256,7 +256,8 @@ def _tied(
     return replacements, rules | {name: replace(rules[name], targeted=True) for name in heads}
 
 
-def _read_tensors(folder: Path, limits: LoadLimits) -> tuple[Path, dict[str, Tensor]]:
+def read_tensors(folder: Path, limits: LoadLimits) -> tuple[Path, dict[str, Tensor]]:
+    """Return the file of a folder's tensors, the first of several, and the tensors by key."""
     for name, read in ((SAFETENSORS_FILE, read_safetensors), (PICKLE_FILE, read_pickle)):
         if kind_of(folder / name) is not None:
             return folder / name, read(folder / name, limits)

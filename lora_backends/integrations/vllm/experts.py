@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -58,18 +59,22 @@ def add_first(
     lora_a_stacked: tuple[torch.Tensor, ...],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-) -> None:
-    """Add the first product of the experts, slice by slice, to y [tokens * k, columns]."""
+    expert_map: torch.Tensor | None,
+) -> Any:
+    """Add the first product of the experts, slice by slice, to y [tokens * k, columns].
+
+    `expert_map` [experts of all processes] has an expert's place here, or -1; it is None where
+    every expert is here.
+
+    Returns:
+        The routing, which serves the second product too; None where nothing is added.
+    """
     if plans.is_idle:
-        return
+        return None
     sites = [_site(stack) for stack in lora_a_stacked]
-    routing = _routing(plans, sites[0], topk_ids, topk_weights)
-    y, x = y.view(*topk_ids.shape, y.shape[-1]), as_stored(x, sites[0])
-    column = 0
-    for site in sites:
-        part = y[..., column : column + site.out_features]
-        plans.backend.run_experts(x, site, routing, part)
-        column += site.out_features
+    routing = _routing(plans, sites[0], topk_ids, topk_weights, expert_map)
+    _run_first(plans, sites, routing, y.view(*topk_ids.shape, y.shape[-1]), x)
+    return routing
 
 
 def add_second(
@@ -77,24 +82,71 @@ def add_second(
     y: torch.Tensor,
     x: torch.Tensor,
     lora_a_stacked: tuple[torch.Tensor, ...],
-    topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
+    routing: Any,
 ) -> None:
-    """Add the second product, weighted, to y [tokens, k, columns]; x has a row per pair."""
-    if plans.is_idle:
-        return
-    site = _site(lora_a_stacked[0])
-    routing = _routing(plans, site, topk_ids, topk_weights)
-    y = y.view(*topk_ids.shape, y.shape[-1])
-    x = as_stored(x.view(-1, x.shape[-1]), site)
+    """Add the second product, weighted, to y [tokens, k, columns]; x has a row per pair.
+
+    `add_first` has returned the routing for the layer.
+    """
+    if routing is not None:
+        y = y.view(*topk_weights.shape, y.shape[-1])
+        _run_second(plans, _site(lora_a_stacked[0]), routing, y, x.view(-1, x.shape[-1]))
+
+
+def _run_first(
+    plans: Plans, sites: Sequence[ExpertWeights], routing: Any, y: torch.Tensor, x: torch.Tensor
+) -> None:
+    x, column = as_stored(x, sites[0]), 0
+    for site in sites:
+        part = y[..., column : column + site.out_features]
+        plans.backend.run_experts(x, site, routing, part)
+        column += site.out_features
+
+
+def _run_second(
+    plans: Plans, site: ExpertWeights, routing: Any, y: torch.Tensor, x: torch.Tensor
+) -> None:
+    x = as_stored(x, site)
     plans.backend.run_experts(x, site, routing, y, rows="pairs", weighted=True)
 
 
+def trial(
+    plans: Plans, sites: Sequence[ExpertWeights], top_k: int, dtype: torch.dtype | None
+) -> Callable[[int], None]:
+    """Return a function that runs both products on zeros, of the tokens that it is given.
+
+    Args:
+        plans: whose batch has as many tokens.
+        sites: of a mixture, the second product's behind the first one's.
+        top_k: experts of a token.
+        dtype: of the model; None: that of the sites.
+    """
+    *first, second = sites
+    device, given = second.lora_b.device, dtype or second.dtype
+
+    def run_zeros(tokens: int) -> None:
+        pairs = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
+        weights = torch.zeros(tokens, top_k, dtype=torch.float32, device=device)
+        ids = (pairs % second.num_experts).to(torch.int32)
+        routing = _routing(plans, second, ids, weights, None)
+        x = torch.zeros(tokens, first[0].in_features, dtype=given, device=device)
+        wide = sum(site.out_features for site in first)
+        y = torch.zeros(tokens, top_k, wide, dtype=given, device=device)
+        _run_first(plans, first, routing, y, x)
+        x = torch.zeros(tokens * top_k, second.in_features, dtype=given, device=device)
+        y = torch.zeros(tokens, top_k, second.out_features, dtype=given, device=device)
+        _run_second(plans, second, routing, y, x)
+
+    return run_zeros
+
+
 def _not_taken_over(module: Any) -> str:
-    if module.use_ep:
-        return "experts spread over processes (enable_expert_parallel)"
     if module.moe_config.moe_parallel_config.dp_size > 1:
-        return "experts that several data-parallel processes share"
+        return (
+            "experts of several data-parallel processes: the slots of tokens from others are on "
+            "the device alone"
+        )
     if module.fully_sharded and module.tp_size > 1:
         return "fully sharded experts (fully_sharded_loras)"
     return ""
@@ -120,11 +172,16 @@ def _site(stack: torch.Tensor) -> ExpertWeights:
 
 
 def _routing(
-    plans: Plans, site: ExpertWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    plans: Plans,
+    site: ExpertWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
 ) -> Any:
     if topk_ids.dtype not in (torch.int32, torch.int64):
         topk_ids = topk_ids.to(torch.int64)
+    if expert_map is not None and expert_map.dtype != torch.int32:
+        expert_map = expert_map.to(torch.int32)
     plan = plans.of(topk_ids.shape[0])
-    return plans.backend.prepare_experts(
-        plan, topk_ids, topk_weights.to(torch.float32), site.num_experts
-    )
+    weights = topk_weights.to(torch.float32)
+    return plans.backend.prepare_experts(plan, topk_ids, weights, site.num_experts, expert_map)

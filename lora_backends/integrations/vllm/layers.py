@@ -7,12 +7,14 @@ with zeros and with the scaling folded into B. Nothing is copied; vLLM goes on w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 
+from lora_backends import features
+from lora_backends.common.names import VLLM_FACTORS_VARIABLE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.weights import LoRAWeights
 
@@ -27,20 +29,42 @@ class AdoptedLayer:
     a: LoRAWeights | None  # the half that shrinks, or both; None where vLLM shrinks by itself
     b: LoRAWeights | None  # the half that expands, or both; None where there is no B
     wrapper: Any  # the `BackendWrapper` whose batch the layer runs on
+    table: torch.Tensor | None = None  # [slots * vocabulary, max_rank]: an embedding's A
     first_rank: int = 0  # of the adapter's ranks, the first that the A of this process holds
     ranked: set[int] = field(default_factory=set)  # slots whose adapter has a rank above 0 here
+    is_called: bool = False  # whether the model has called the layer
     prepared: set[tuple[int, int]] = field(default_factory=set)  # rows and active slots whose
     # kernels for graphs are compiled
 
     def set_ranks(self, slot: int, ranks: Sequence[int]) -> None:
-        """Write the true ranks of a slot in place, where captured graphs read them."""
+        """Write the true ranks of a slot in place, where captured graphs read them.
+
+        Scales and biases of the slot are taken back.
+        """
         self.ranked.discard(slot)
+        if self.b is not None and self.b.bias is not None and self.b.output_scales is not None:
+            self.b.bias[slot].fill_(0)
+            self.b.output_scales[slot].fill_(1)
         if any(ranks):
             self.ranked.add(slot)
         if self.b is not None:
             _write(self.b, slot, ranks)
         if self.a is not None and self.a is not self.b:
             _write(self.a, slot, [rank - self.first_rank for rank in ranks])
+
+    def make_factors(self) -> None:
+        """Give the layer an output scale and a bias for each slot, 1 and 0."""
+        b = self.b
+        if b is None or b.output_scales is not None:
+            return
+        # vLLM loads adapters in inference mode, and outside of it; only plain tensors take both
+        with torch.inference_mode(False):
+            shape = b.num_slots, b.out_features
+            scales = torch.ones(shape, dtype=torch.float32, device=b.device)
+            factors = replace(b, output_scales=scales, bias=torch.zeros_like(scales))
+        self.a = factors if self.a is b else self.a
+        self.b = factors
+        self.prepared.clear()
 
 
 _LAYERS: WeakValueDictionary[int, AdoptedLayer] = WeakValueDictionary()
@@ -81,7 +105,10 @@ def adopt(module: Any, wrapper: Any) -> None:
         layer = AdoptedLayer(_weights(a, ()) if a else None, _weights((), b), wrapper)
         if a:  # fully sharded: this process holds some ranks of A, and all of B
             layer.first_rank = module.tp_rank * a[0].shape[2]
+    layer.table = getattr(module, "lora_a_stacked_2d", None)
     module.lora_backends_layers = [layer]
+    if wrapper.has_factors:
+        layer.make_factors()
     for stacks in (a, b):
         if stacks:
             _LAYERS[stacks[0].data_ptr()] = layer
@@ -118,19 +145,66 @@ def follow(module: Any, set_ranks: Callable[[int, Any], None]) -> None:
     module.set_lora, module.reset_lora = set_lora_and_ranks, reset_lora_and_ranks
 
 
-def embed_by_token(module: Any) -> None:
-    """Let an embedding find each token's adapter, also where token ids have more than one axis.
+def set_factors(module: Any, slot: int, piece: int | None, factors: Any) -> None:
+    """Write an adapter's output scales and bias of one module into a slot of its layer.
 
-    vLLM takes the first axis for the tokens when it gathers A. Transformers' models pass
-    [1, tokens], so that all tokens would take A of the first one's adapter.
+    Args:
+        module: vLLM's LoRA layer.
+        slot: that holds the adapter's matrices.
+        piece: which of the layer's packed modules has them; None: the layer is the module.
+        factors: `scales` and `bias`, [out_features] of the whole module each, or None.
+
+    Raises:
+        UnsupportedInputError: the layer has no room for them.
     """
-    forward = module.forward
+    layer: AdoptedLayer = module.lora_backends_layers[0]
+    backend = layer.wrapper.tokens.backend
+    b = layer.b
+    if b is None or features.OUTPUT_SCALES not in backend.features:
+        raise UnsupportedInputError(
+            f"DoRA and lora_bias cannot run here\n  given: backend {backend.name!r}, "
+            f"{type(module).__name__}\n  to do: choose another backend"
+        )
+    if b.output_scales is None and layer.wrapper.captures_graphs:
+        raise UnsupportedInputError(
+            f"DoRA and lora_bias need room in the captured CUDA graphs\n"
+            f"  to do: set {VLLM_FACTORS_VARIABLE}=1, or pass enforce_eager=True to vLLM"
+        )
+    layer.make_factors()
+    assert layer.b is not None
+    row = getattr(module, "tp_size", 1) > 1 and hasattr(module.base_layer, "input_is_parallel")
+    for table, values in (
+        (layer.b.output_scales, factors.scales),
+        (layer.b.bias, factors.bias),
+    ):
+        if values is None or table is None:
+            continue
+        if table is layer.b.bias and row and module.tp_rank > 0 and not _cuts_rows(module):
+            continue  # the sum over processes has it once
+        mine, first = _share(module, values[:, None], piece, layer.b.output_slices)
+        table[slot, first : first + mine.shape[0]].copy_(mine[:, 0])
 
-    def forward_flat(token_ids: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = forward(token_ids.flatten())
-        return embedded.view(*token_ids.shape, embedded.shape[-1])
 
-    module.forward = forward_flat
+def _cuts_rows(module: Any) -> bool:
+    """Return whether each process adds LoRA to columns of its own."""
+    return type(module).__name__ == "RowParallelLinearWithShardedLoRA"
+
+
+def _share(
+    module: Any, values: torch.Tensor, piece: int | None, widths: Sequence[int]
+) -> tuple[torch.Tensor, int]:
+    """Return the part of a column of outputs that this process has, cut as vLLM cuts B."""
+    first = 0 if piece is None else sum(widths[:piece])
+    if getattr(module, "tp_size", 1) == 1 or not hasattr(module, "n_slices"):
+        return values, first
+    if piece is None and module.n_slices > 1:  # one module of the adapter for several slices
+        parts = list(torch.split(values, list(module.base_layer.output_sizes)))
+        return torch.cat(module.slice_lora_b(parts)), 0
+    if piece is None:
+        return module.slice_lora_b(values), 0
+    return module.slice_lora_b([values if s == piece else None for s in range(module.n_slices)])[
+        piece
+    ], first
 
 
 def as_stored(x: torch.Tensor, weights: Any) -> torch.Tensor:

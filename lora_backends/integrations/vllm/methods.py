@@ -47,14 +47,15 @@ def replace(
     original = getattr(holder, name, None)
     if original is None and not is_optional:  # rows would get the adapters of other rows
         raise lacking(module, f"{owner}{'.' if owner else ''}{name}")
-    if original is None or getattr(original, "is_replaced", False):
+    arounds = getattr(original, "arounds", ())
+    if original is None or around in arounds:
         return
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    method.is_replaced = True  # type: ignore[attr-defined]
+    method.arounds = (*arounds, around)  # type: ignore[attr-defined]
     setattr(holder, name, method)
 
 

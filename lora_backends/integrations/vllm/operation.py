@@ -7,6 +7,7 @@ loaded from disk finds the layers of its own process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ LOGITS = "logits"  # the same for the rows that are sampled
 PROMPT = "prompt"  # the same for rows whose adapters vLLM does not announce, as of a prompt
 SHRINK = "shrink"  # y = h of x
 EXPAND = "expand"  # y[:, offset:] += LoRA of h, which is x
-EMBEDDING = "embedding"  # the same for an embedding, which an encoder may use
+TOKENS = "tokens"  # y += LoRA of an embedding, whose token ids are x; an encoder may use it
+EMBEDDING = "embedding"  # the same for rows of its A, which are x
 FULL = "full"  # y = x times a whole matrix of the adapter, for the rows that are sampled
 
 UNQUANTIZED = "UnquantizedLinearMethod"
@@ -61,11 +63,12 @@ def _run_layer(
     layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, operation: str, offset: int = 0
 ) -> None:
     wrapper = layer.wrapper
+    layer.is_called = wrapper.was_run = True
     plans = wrapper.sampled if operation in (LOGITS, FULL) else wrapper.tokens
     plans = wrapper.prompt if operation == PROMPT else plans
     if not layer.ranked and _is_by_itself(operation, x, plans):
         return
-    if operation == EMBEDDING and inputs.is_encoding():
+    if operation in (EMBEDDING, TOKENS) and inputs.is_encoding():
         return  # a token that an encoder adds, as between images, belongs to no row of the batch
     if operation in (SHRINK, FULL):
         _shrink(layer, y, x, plans)
@@ -77,16 +80,14 @@ def _is_by_itself(operation: str, x: torch.Tensor, plans: Plans) -> bool:
     """Return whether no CUDA graph can replay the call for other adapters."""
     if is_capturing(x.device):
         return False
-    is_linear = operation == LINEAR and not plans.may_be_captured(x.shape[0])
+    is_linear = operation in (LINEAR, TOKENS) and not plans.may_be_captured(x.shape[0])
     return is_linear or operation in (LOGITS, PROMPT)
 
 
 def _shrink(layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> None:
     if layer.a is None:
         raise InvalidInputError("vLLM shrinks with a layer that has no lora_a_stacked")
-    if plans.is_idle:
-        y.zero_()
-    else:
+    if not plans.is_idle:
         plans.backend.run_lora_a(as_stored(x, layer.a), layer.a, plans.of(x.shape[0]), out=y)
 
 
@@ -99,12 +100,73 @@ def _add(
     if offset or y.shape[1] != columns:  # logits may be padded to a wider table
         y = y[:, offset : offset + columns]
     backend = plans.backend
-    if operation in (EXPAND, EMBEDDING):
+    if operation == TOKENS:
+        x = _gathered(layer, x)
+    if operation in (EXPAND, EMBEDDING, TOKENS):
         backend.run_lora_b(x, layer.b, plans.of(x.shape[1]), y)
     elif operation in (LOGITS, PROMPT):
         backend.run_logits(as_stored(x, layer.b), layer.b, plans.of(x.shape[0]), y)
     else:
         backend.run_linear(as_stored(x, layer.b), layer.b, plans.of(x.shape[0]), y)
+
+
+def trial(
+    layer: AdoptedLayer, plans: Plans, operation: str, dtype: torch.dtype | None
+) -> Callable[[int], None]:
+    """Return a function that runs an operation on zeros, of the rows that it is given.
+
+    Args:
+        layer: to run.
+        plans: whose batch has as many rows.
+        operation: `LINEAR`, `LOGITS`, `SHRINK` or `EXPAND`.
+        dtype: of the model; None: that of the layer.
+    """
+    half = layer.a if operation == SHRINK else layer.b
+    assert half is not None
+    given = dtype or half.dtype
+
+    def zeros(*shape: int, dtype: torch.dtype = given) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=half.device)
+
+    def run_zeros(rows: int) -> None:
+        h = half.num_slices, rows, half.max_rank
+        if operation == SHRINK:
+            _shrink(layer, zeros(*h, dtype=torch.float32), zeros(rows, half.in_features), plans)
+        elif operation == EXPAND:
+            x = zeros(*h, dtype=torch.float32)
+            _add(layer, zeros(rows, half.out_features), x, plans, operation, 0)
+        else:
+            x = zeros(rows, half.in_features)
+            _add(layer, zeros(rows, half.out_features), x, plans, operation, 0)
+
+    return run_zeros
+
+
+def _gathered(layer: AdoptedLayer, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the row of A of each token's adapter, [1, tokens, max_rank] float32."""
+    assert layer.table is not None and layer.b is not None
+    slots = layer.wrapper._token_lora_indices[
+        : token_ids.shape[0]
+    ]  # any row where there is no adapter
+    vocabulary = layer.table.shape[0] // layer.b.num_slots
+    rows = slots.clamp(0, layer.b.num_slots - 1) * vocabulary + token_ids
+    return torch.nn.functional.embedding(rows, layer.table).unsqueeze(0).float()
+
+
+def embed_by_token(module: Any) -> None:
+    """Let an embedding add its LoRA token by token; it costs nothing where no row has an adapter.
+
+    vLLM gathers A for every batch, and takes the first axis of token ids for the tokens:
+    Transformers' models pass [1, tokens], so that all would take A of the first one's adapter.
+    """
+    stack = module.lora_b_stacked
+
+    def forward(token_ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = module.base_layer.forward(token_ids)
+        run(embedded.view(-1, embedded.shape[-1]), token_ids.flatten(), stack, TOKENS)
+        return embedded
+
+    module.forward = forward
 
 
 def fuse(module: Any) -> None:

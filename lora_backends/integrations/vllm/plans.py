@@ -46,7 +46,12 @@ class Plans:
         self.backend = backend
         self.num_slots = num_slots
         self._compilation = compilation
+        self.most_rows = capacity
         self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
+        self.forget()
+
+    def forget(self) -> None:
+        """Take back what was announced, as if there had been no batch."""
         self.set_slots([])
         self._is_announced = False
 
@@ -93,6 +98,11 @@ class Plans:
         if self._compilation is None:
             return True
         return rows in (self._compilation.cudagraph_capture_sizes or ())
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph replays one of the plans."""
+        return any(room.is_captured for room in self._rooms)
 
     @property
     def multiplies_bases(self) -> bool:

@@ -39,6 +39,10 @@ def activate() -> None:
     # Compiled programs are cached on disk under a hash of vLLM's variables. With this one among
     # them, a program that calls vLLM's operators is never loaded for a run that calls ours.
     envs.environment_variables[VLLM_VARIABLE] = _hashed_setting
+    from lora_backends.integrations.vllm.adapters import blends, invocations
+
+    blends.register_resolver()
+    invocations.follow_hashes()
     logger().info(
         "lora_backends %s takes over LoRA of vLLM %s: %s=%s",
         version("lora-backends"),

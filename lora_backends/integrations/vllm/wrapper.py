@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -14,8 +15,19 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 from lora_backends import features
 from lora_backends.batch import NO_ADAPTER
+from lora_backends.common.names import VLLM_FACTORS_VARIABLE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.integrations.vllm import experts, inputs, layers, operation, plugin, prompts
+from lora_backends.integrations.vllm import (
+    experts,
+    inputs,
+    layers,
+    operation,
+    plugin,
+    prompts,
+    warm_up,
+)
+from lora_backends.integrations.vllm.adapters import follow as adapters
+from lora_backends.integrations.vllm.adapters import invocations
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.selection.choice import get_backend
@@ -53,6 +65,11 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         prompts.follow()
         inputs.follow()
+        adapters.follow()
+        invocations.follow()
+        warm_up.follow()
+        self.was_run = False  # whether the model has called a layer
+        self.has_factors = os.environ.get(VLLM_FACTORS_VARIABLE, "0") not in ("", "0")
         self._arguments = (max_num_batched_tokens, max_batches, device), kwargs
         self._own: Any = None  # vLLM's own wrapper, for layers that are not taken over
         self._announced: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -67,6 +84,9 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         config = get_current_vllm_config_or_none()
         plugin.check_settings(config)
         compilation = None if config is None else config.compilation_config
+        model = None if config is None else config.model_config
+        self.model_dtype = getattr(model, "dtype", None)  # of x and y
+        self.takes_embeddings = getattr(model, "enable_prompt_embeds", False)
         self.tokens = Plans(backend, num_slots, max_num_batched_tokens, compilation)
         self.sampled = Plans(backend, num_slots, max(max_num_batched_tokens, max_batches))
         self.prompt = Plans(backend, num_slots, max_num_batched_tokens)
@@ -75,6 +95,11 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             backend.name,
             backend.device,
         )
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether a CUDA graph replays layers as they are."""
+        return any(plans.is_captured for plans in (self.tokens, self.sampled, self.prompt))
 
     def update_metadata(
         self,
@@ -167,7 +192,10 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         scale: float,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Write h of x into y, [num_slices, tokens, ranks of this process] float32."""
+        """Write h of x into y, [num_slices, tokens, ranks of this process] float32.
+
+        vLLM passes zeros, which stay where no row has an adapter.
+        """
         _check_plain(scale)
         run(y, _rows(x), lora_a_stacked[0], operation.SHRINK)
         return y
@@ -230,6 +258,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
                 f"a classification head does not fit the batch that vLLM has announced\n"
                 f"  given: {y.shape[0]} rows\n  allowed: {slots.shape[0]}"
             )
+        if self.sampled.is_idle:
+            return y
         h = y.new_empty((1, y.shape[0], weight_stacked.shape[-2]), dtype=torch.float32)
         run(h, x, weight_stacked, operation.FULL)
         known = slots.clamp(min=0)
@@ -247,11 +277,11 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         topk_weights: torch.Tensor,
         *args: Any,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> tuple[Any, ...]:
         """Add the LoRA of the experts' first product, gate and up, to y [tokens * k, columns].
 
         Returns:
-            What vLLM hands on to `add_lora_w2`: here the experts of each token.
+            What vLLM hands on to `add_lora_w2`, in place of sorted tokens: here the routing.
 
         Raises:
             UnsupportedInputError: the tokens are not those of the batch.
@@ -259,7 +289,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         site = experts.find(lora_a_stacked[0])
         if site is None:
             arguments = y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights
-            handed_on: tuple[torch.Tensor | None, ...]
+            handed_on: tuple[Any, ...]
             handed_on = self.own().add_lora_w13(*arguments, *args, **kwargs)
             return handed_on
         if kwargs.get("token_lora_mapping") is not None:
@@ -268,8 +298,11 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
                 "  given: token_lora_mapping, the slots of tokens that vLLM has gathered\n"
                 "  allowed: the batch's own tokens"
             )
-        experts.add_first(self.tokens, y, x, lora_a_stacked, topk_ids, topk_weights)
-        return topk_ids, None, None, None
+        expert_map = args[0] if args else kwargs.get("expert_map")
+        routing = experts.add_first(
+            self.tokens, y, x, lora_a_stacked, topk_ids, topk_weights, expert_map
+        )
+        return routing, None, None, None
 
     def add_lora_w2(
         self,
@@ -278,7 +311,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         lora_a_stacked: tuple[torch.Tensor, ...],
         lora_b_stacked: tuple[torch.Tensor, ...],
         topk_weights: torch.Tensor,
-        sorted_token_ids_lora: torch.Tensor | None,
+        sorted_token_ids_lora: Any,
         *args: Any,
         **kwargs: Any,
     ) -> None:
@@ -287,9 +320,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             arguments = y, x, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids_lora
             self.own().add_lora_w2(*arguments, *args, **kwargs)
         else:
-            topk_ids = sorted_token_ids_lora  # as `add_lora_w13` has returned them
-            assert topk_ids is not None
-            experts.add_second(self.tokens, y, x, lora_a_stacked, topk_ids, topk_weights)
+            routing = sorted_token_ids_lora  # as `add_lora_w13` has returned it
+            experts.add_second(self.tokens, y, x, lora_a_stacked, topk_weights, routing)
 
     def moe_lora_align_block_size(self, *args: Any, **kwargs: Any) -> Any:
         """Sort the pairs of token and expert, for vLLM's own kernels."""
@@ -366,7 +398,7 @@ def _follow_mapping() -> None:
                 layers.adopt(self, punica_wrapper)
                 operation.fuse(self)
                 if isinstance(self, VocabParallelEmbeddingWithLoRA):
-                    layers.embed_by_token(self)
+                    operation.embed_by_token(self)
 
     BaseLayerWithLoRA.set_mapping = set_mapping_and_adopt
 

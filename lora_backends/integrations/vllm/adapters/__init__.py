@@ -1,0 +1,1 @@
+"""Adapters of a vLLM engine: kinds that vLLM's own loader refuses, strengths and blends."""

@@ -1,0 +1,176 @@
+"""Strengths and blends: an adapter made of others, each times a number.
+
+A blend is an adapter of vLLM with a slot of its own, whose ranks are those of its parts one after
+another: vLLM schedules, evicts and caches prefixes by it as by any other. It is asked for by the
+model's name, "alice*0.5+bob*0.25", which vLLM hands to `BlendResolver`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
+from lora_backends.integrations.vllm.adapters.load import Extras, Factors, extras_of
+from lora_backends.integrations.vllm.adapters.targets import Target
+
+SCHEME = "blend:"
+"""Before the terms, in the `lora_path` of a `LoRARequest`."""
+
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+_TERM = re.compile(rf"(?P<name>.+?)\*(?P<factor>{_NUMBER})(?:\+|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One adapter of a blend."""
+
+    name: str  # of an adapter that the engine has loaded, or its folder
+    factor: float  # multiplies its delta
+
+
+def parse(text: str) -> list[Term] | None:
+    """Return the terms of "alice*0.5+bob*0.25"; None for another text."""
+    terms, start = [], 0
+    while start < len(text):
+        match = _TERM.match(text, start)
+        if match is None:
+            return None
+        factor = float(match["factor"])
+        if not math.isfinite(factor):
+            return None
+        terms.append(Term(match["name"], factor))
+        start = match.end()
+    return None if text.endswith("+") else terms or None
+
+
+def terms_of(path: str) -> list[Term] | None:
+    """Return the terms that a `lora_path` holds; None if it is a path.
+
+    Raises:
+        InvalidInputError: it begins like a blend, and is none.
+    """
+    if not path.startswith(SCHEME):
+        return None
+    terms = parse(path.removeprefix(SCHEME))
+    if terms is None:
+        raise InvalidInputError(
+            f"a blend cannot be read\n  given: {path!r}\n"
+            f"  allowed: {SCHEME}name*number, or several with + between them"
+        )
+    return terms
+
+
+def unknown(path: str, name: str, known: Iterable[str]) -> InvalidInputError:
+    """Return the error for a name that no adapter has."""
+    return InvalidInputError(
+        f"no adapter {name!r} for the blend{did_you_mean(name, list(known))}\n  given: {path!r}\n"
+        f"  allowed: names of adapters that the engine has loaded, or folders\n"
+        f"  to do: load {name!r} first"
+    )
+
+
+def added(parts: Sequence[tuple[Term, Any]], adapter_id: int, max_rank: int) -> Any:
+    """Return the `LoRAModel` of a blend; those of its parts have their modules packed.
+
+    Raises:
+        InvalidInputError: the ranks of the parts are more than a slot has.
+        UnsupportedInputError: a part has what no strength scales or no other adapter shares.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+
+    factors = _factors(parts)
+    loras: dict[str, Any] = {}
+    for name in dict.fromkeys(name for _, lora in parts for name in lora.loras):
+        layers = [(term, lora.loras[name]) for term, lora in parts if name in lora.loras]
+        if isinstance(layers[0][1].lora_a, list):
+            count = len(layers[0][1].lora_a)
+            pairs = [
+                _joined([(t.factor, w.lora_a[i], w.lora_b[i]) for t, w in layers])
+                for i in range(count)
+            ]
+            a, b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            rank = max(each.shape[-2] for each in a if each is not None)
+            packed: list[Any] = [1.0] * count
+            loras[name] = PackedLoRALayerWeights(name, rank, packed, a, b, scaling=list(packed))
+        else:
+            one = _joined([(t.factor, w.lora_a, w.lora_b) for t, w in layers])
+            assert one[0] is not None
+            rank = one[0].shape[-2]
+            loras[name] = LoRALayerWeights(name, rank, 1, one[0], one[1], 1.0)
+        if rank > max_rank:
+            raise InvalidInputError(
+                f"the adapters of a blend have too many ranks together\n"
+                f"  given: {rank} at {name!r}, of {', '.join(term.name for term, _ in parts)}\n"
+                f"  allowed: at most {max_rank}\n"
+                f"  to do: set max_lora_rank of vLLM to {rank} or more"
+            )
+    blend = LoRAModel(adapter_id, max((each.rank for each in loras.values()), default=0), loras)
+    blend.lora_backends_extras = Extras(factors)
+    return blend
+
+
+def _joined(
+    parts: Sequence[tuple[float, Tensor | None, Tensor | None]],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return A and B of all parts, ranks one after another; scalings are in B already."""
+    there = [(f, a, b) for f, a, b in parts if a is not None and b is not None]
+    if not there:
+        return None, None
+    lora_a = torch.cat([a for _, a, _ in there], -2)
+    return lora_a, torch.cat([(b.float() * f).to(b.dtype) for f, _, b in there], -1)
+
+
+def _factors(parts: Sequence[tuple[Term, Any]]) -> dict[Target, Factors]:
+    """Return the factors of a blend, as `MultiLoRAModel` blends: biases of strength 1 add up."""
+    joined: dict[Target, Factors] = {}
+    for term, lora in parts:
+        extras = extras_of(lora)
+        is_alone = len(parts) == 1
+        refused = ""
+        if extras.invocation or extras.tokens or getattr(lora, "modules_to_save", None):
+            refused = "aLoRA, trainable tokens or a head of its own: no strength, no other adapter"
+        for target, own in extras.factors.items():
+            before = joined.get(target, Factors())
+            if own.scales is not None:
+                if not is_alone:
+                    refused = "DoRA: no other adapter, but a strength"
+                joined[target] = own
+            elif own.bias is not None:
+                if term.factor != 1:
+                    refused = "lora_bias: strength 1 only"
+                bias = own.bias if before.bias is None else before.bias + own.bias
+                joined[target] = Factors(None, bias)
+        if refused:
+            raise UnsupportedInputError(
+                f"adapter {term.name!r} cannot be blended in this way\n"
+                f"  given: {term.name}*{term.factor}\n  allowed with {refused}"
+            )
+    return joined
+
+
+def register_resolver() -> None:
+    """Let vLLM's server ask for blends by the name of a model."""
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+
+    name = "lora_backends_blends"
+    if name in LoRAResolverRegistry.get_supported_resolvers():
+        return
+
+    class BlendResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is no dependency
+        """Turns the name of a blend into a request; workers know the adapters that it names."""
+
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
+            if parse(lora_name) is None:
+                return None
+            return LoRARequest(lora_name, 1, SCHEME + lora_name)  # vLLM gives it an id
+
+    LoRAResolverRegistry.register_resolver(name, BlendResolver())

@@ -1,0 +1,118 @@
+"""Where adapters are loaded in vLLM, and reach a slot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from lora_backends.adapters.files.formats import CONFIG_FILE
+from lora_backends.adapters.files.limits import LoadLimits
+from lora_backends.adapters.peft.checkpoint import read_tensors
+from lora_backends.adapters.peft.config import read_json_object
+from lora_backends.errors import LoRABackendError
+from lora_backends.integrations.vllm.adapters import blends
+from lora_backends.integrations.vllm.adapters.load import check, extras_of, load, needs_our_reader
+from lora_backends.integrations.vllm.layers import set_factors
+from lora_backends.integrations.vllm.methods import replace
+
+
+def follow() -> None:
+    """Wrap the methods of vLLM that load adapters and write them into slots.
+
+    Raises:
+        UnsupportedInputError: this version of vLLM lacks one of them.
+    """
+    worker = "vllm.lora.worker_manager"
+    replace(worker, "WorkerLoRAManager", "_load_adapter", _load_adapter)
+    replace(worker, "WorkerLoRAManager", "set_active_adapters", _in_order)
+    replace("vllm.lora.model_manager", "LoRAModelManager", "activate_adapter", _activate)
+
+
+def _load_adapter(original: Callable[..., Any], worker: Any, request: Any) -> Any:
+    """Load an adapter by vLLM, by our reader, or as a blend of others."""
+    terms = blends.terms_of(request.lora_path)
+    lora = _read(original, worker, request) if terms is None else _blend(worker, request, terms)
+    known = worker.__dict__.setdefault("lora_backends_requests", {})
+    known[request.lora_name] = request
+    return lora
+
+
+def _read(original: Callable[..., Any], worker: Any, request: Any) -> Any:
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    folder = Path(get_adapter_absolute_path(request.lora_path))
+    config = folder / CONFIG_FILE
+    try:
+        text = config.read_bytes() if config.is_file() else b""
+        values = json.loads(text) if text else None
+    except (OSError, ValueError, RecursionError):
+        values = None  # vLLM's loader says what is wrong
+    if not isinstance(values, dict) or not needs_our_reader(values):
+        lora = original(worker, request)
+        check(worker, lora, folder)
+        return lora
+    limits = LoadLimits.of(None)
+    values = read_json_object(config, limits)
+    _, tensors = read_tensors(folder, limits)
+    return load(
+        values,
+        tensors,
+        worker,
+        request.lora_int_id,
+        folder,
+        getattr(request, "is_3d_lora_weight", False),
+    )
+
+
+def _blend(worker: Any, request: Any, terms: list[blends.Term]) -> Any:
+    """Load the adapters of a blend, and add them up."""
+    from vllm.lora.request import LoRARequest
+
+    manager = worker._adapter_manager
+    known = worker.__dict__.get("lora_backends_requests", {})
+    parts = []
+    for term in terms:
+        mine = known.get(term.name)
+        lora = None if mine is None else manager.get_adapter(mine.lora_int_id)
+        if lora is None:
+            path = term.name if mine is None else mine.lora_path
+            if mine is None and not Path(path).is_dir():
+                raise blends.unknown(request.lora_path, term.name, known)
+            lora = _load_adapter_alone(worker, LoRARequest(term.name, request.lora_int_id, path))
+        parts.append((term, lora))
+    return blends.added(parts, request.lora_int_id, worker.lora_config.max_lora_rank)
+
+
+def _load_adapter_alone(worker: Any, request: Any) -> Any:
+    """Load an adapter that is not registered, its modules packed as vLLM keeps them."""
+    load_by_vllm = type(worker)._load_adapter.__wrapped__
+    lora = _read(load_by_vllm, worker, request)
+    worker._adapter_manager._create_merged_loras_inplace(lora)
+    return lora
+
+
+def _in_order(
+    original: Callable[..., Any], worker: Any, requests: Iterable[Any], mapping: Any
+) -> Any:
+    """Load new adapters in one order on all workers: some gather base weights.
+
+    vLLM passes a set, whose order differs between processes.
+    """
+    return original(worker, sorted(filter(None, requests), key=lambda r: r.lora_int_id), mapping)
+
+
+def _activate(original: Callable[..., Any], manager: Any, lora_id: int) -> Any:
+    """Write scales and biases into the slot whose matrices vLLM has written."""
+    was_activated = original(manager, lora_id)
+    extras = extras_of(manager._registered_adapters.cache[lora_id])
+    if was_activated and extras.factors:
+        slot = manager.lora_index_to_id.index(lora_id)
+        try:
+            for target, factors in extras.factors.items():
+                set_factors(manager.modules[target.layer], slot, target.piece, factors)
+        except LoRABackendError:
+            manager.deactivate_adapter(lora_id)
+            raise
+    return was_activated

@@ -1,0 +1,209 @@
+"""aLoRA: adapters that act on a request from its invocation tokens on.
+
+Tokens before the last place of the invocation in the prompt, and requests without it, run on the
+base model, as in PEFT. Their keys and values are the base model's, and share its prefix cache.
+
+Source: Greenewald et al., "Activated LoRA", arXiv:2504.12397.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lora_backends.adapters.files.formats import CONFIG_FILE
+from lora_backends.integrations.vllm.adapters.load import extras_of
+from lora_backends.integrations.vllm.methods import SECOND, replace
+
+HASHES = "vllm.v1.core.kv_cache_utils"
+USERS_OF_HASHES = ("vllm.v1.core.block_pool", "vllm.v1.simple_kv_offload.manager")
+"""Modules that import the function which makes a block's keys by its name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The tokens that one request has in a batch."""
+
+    request: str
+    prompt: Sequence[int]  # its token ids
+    first: int  # place of the first token in the request
+    count: int  # of tokens
+    sampled: int  # rows of logits
+
+
+class _Batch(threading.local):
+    """The batch whose adapters a thread announces."""
+
+    rows: Callable[[], list[Rows]] | None = None  # called where an adapter has an invocation
+
+
+_batch = _Batch()
+
+
+def start_of(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
+    """Return the first place of the last invocation in a prompt; None where it has none."""
+    wanted, size = list(invocation), len(invocation)
+    for start in range(len(prompt) - size, -1, -1):
+        if list(prompt[start : start + size]) == wanted:
+            return start
+    return None
+
+
+def follow() -> None:
+    """Wrap the methods of vLLM that announce a batch's adapters.
+
+    Raises:
+        UnsupportedInputError: this version of vLLM lacks one of them.
+    """
+    mixin = "vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin"
+    replace(*mixin, "set_active_loras", _first_runner)
+    replace(*mixin, "_set_active_loras", _done)
+    replace(SECOND, "GPUModelRunner", "add_requests", _note_prompts)
+    replace(SECOND, "GPUModelRunner", "prepare_inputs", _second_runner)
+    manager = "vllm.lora.model_manager", "LoRAModelManager"
+    replace(*manager, "set_adapter_mapping", _from_invocation)
+
+
+def follow_hashes() -> None:
+    """Wrap the function of vLLM's scheduler that makes the keys of a block of the prefix cache.
+
+    Raises:
+        UnsupportedInputError: this version of vLLM lacks it.
+    """
+    import_module(HASHES)
+    for module in (HASHES, *USERS_OF_HASHES):
+        replace(module, "", "generate_block_hash_extra_keys", _keys)
+
+
+def _first_runner(
+    original: Callable[..., Any], runner: Any, batch: Any, counts: Any, *args: Any, **kwargs: Any
+) -> Any:
+    sampled = args[0] if args else kwargs.get("num_sampled_tokens")
+    _batch.rows = lambda: [
+        Rows(
+            request=batch.req_ids[i],
+            prompt=batch.token_ids_cpu[i, : batch.num_prompt_tokens[i]],
+            first=int(batch.num_computed_tokens_cpu[i]),
+            count=int(counts[i]),
+            sampled=1 if sampled is None else int(sampled[i]),
+        )
+        for i in range(batch.num_reqs)
+    ]
+    return original(runner, batch, counts, *args, **kwargs)
+
+
+def _note_prompts(original: Callable[..., Any], runner: Any, scheduled: Any) -> Any:
+    """Keep the prompts of requests with adapters: this runner has them on the device alone."""
+    result = original(runner, scheduled)
+    known = runner.__dict__.setdefault("lora_backends_prompts", {})
+    for name in [name for name in known if name not in runner.req_states.req_id_to_index]:
+        del known[name]
+    for new in scheduled.scheduled_new_reqs:
+        if new.lora_request is not None:
+            known[new.req_id] = new.prompt_token_ids or ()
+    return result
+
+
+def _second_runner(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    batch = original(runner, *args, **kwargs)
+    prompts = runner.__dict__.get("lora_backends_prompts", {})
+    firsts, counts = batch.num_computed_tokens_np, batch.num_scheduled_tokens
+    _batch.rows = lambda: [
+        Rows(name, prompts.get(name, ()), int(firsts[i]), int(counts[i]), sampled=1)
+        for i, name in enumerate(batch.req_ids)
+    ]
+    return batch
+
+
+def _done(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Announce a batch's adapters; the next batch may be another runner's, or have no requests."""
+    try:
+        return original(runner, *args, **kwargs)
+    finally:
+        _batch.rows = None
+
+
+def _from_invocation(original: Callable[..., Any], manager: Any, mapping: Any, *args: Any) -> Any:
+    """Take the adapter off the tokens before a request's invocation."""
+    rows = _batch.rows
+    if rows is not None:
+        mapping = _changed(manager, mapping, rows)
+    return original(manager, mapping, *args)
+
+
+def _changed(manager: Any, mapping: Any, rows: Callable[[], list[Rows]]) -> Any:
+    ids = {id_ for id_ in mapping.index_mapping if id_ > 0}
+    invocations = {id_: _invocation(manager, id_) for id_ in ids}
+    if not any(invocations.values()):
+        return mapping
+    tokens, samples = list(mapping.index_mapping), list(mapping.prompt_mapping)
+    before = manager.__dict__.get("lora_backends_starts", {})
+    starts: dict[tuple[str, int], int | None] = {}
+    token = sample = 0
+    for row in rows():
+        id_ = tokens[token] if row.count else 0
+        invocation = invocations.get(id_)
+        if invocation:
+            key = row.request, id_
+            starts[key] = before[key] if key in before else start_of(row.prompt, invocation)
+            start = starts[key]
+            end = row.count if start is None else min(max(start - row.first, 0), row.count)
+            tokens[token : token + end] = [0] * end
+            if end == row.count:
+                samples[sample : sample + row.sampled] = [0] * row.sampled
+        token, sample = token + row.count, sample + row.sampled
+    manager.lora_backends_starts = starts
+    return dataclasses.replace(mapping, index_mapping=tuple(tokens), prompt_mapping=tuple(samples))
+
+
+def _invocation(manager: Any, adapter_id: int) -> tuple[int, ...]:
+    lora = manager._registered_adapters.cache.get(adapter_id)
+    return () if lora is None else extras_of(lora).invocation
+
+
+def _keys(
+    original: Callable[..., Any], request: Any, first: int, end: int, *args: Any
+) -> tuple[tuple[Any, ...] | None, int]:
+    """Return a block's keys: the base model's before the invocation, the invocation's place behind.
+
+    Requests of one adapter with the invocation in another place compute other keys and values for
+    equal tokens.
+    """
+    keys, place = original(request, first, end, *args)
+    lora = request.lora_request
+    invocation = invocation_at(lora.lora_path) if lora else ()
+    if not invocation:
+        return keys, place
+    start = getattr(request, "lora_backends_start", -1)
+    if start == -1:
+        prompt = request.prompt_token_ids
+        start = None if prompt is None else start_of(prompt, invocation)
+        request.lora_backends_start = start
+    own = import_module(HASHES)._gen_lora_extra_hash_keys(request)
+    rest = tuple(keys or ())[len(own) :]
+    if start is not None and start < end:
+        rest = (*own, ("alora_start", start), *rest)
+    return rest or None, place
+
+
+@lru_cache(maxsize=4096)
+def invocation_at(path: str) -> tuple[int, ...]:
+    """Return the invocation tokens of the adapter in a folder, () where it has none."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    from lora_backends.integrations.vllm.adapters.blends import terms_of
+
+    if terms_of(path) is not None:
+        return ()  # a blend has none
+    file = Path(get_adapter_absolute_path(path)) / CONFIG_FILE
+    try:
+        values = json.loads(file.read_bytes())
+        return tuple(int(token) for token in values.get("alora_invocation_tokens") or ())
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return ()  # the worker says what is wrong

@@ -1,0 +1,287 @@
+"""What becomes of an adapter's tensors before they reach a slot, without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.vllm_engines import SETTINGS  # noqa: F401  # before vLLM is imported
+from helpers.vllm_layers import SLOTS, make_module
+
+EXPERTS, RANK, HIDDEN, INNER = 4, 2, 6, 10
+MLP = "model.layers.0.mlp"
+
+
+def make_manager(*names, packed=None, model=None):
+    """Return the parts of vLLM's manager that loading reads, with a layer for each name."""
+    layer = SimpleNamespace(
+        _apply_lora_to_output=None,
+        punica_wrapper=SimpleNamespace(was_run=True),
+        lora_backends_layers=[SimpleNamespace(is_called=True)],
+        base_layer=SimpleNamespace(),
+    )
+    return SimpleNamespace(
+        model=torch.nn.Module() if model is None else model,
+        modules={name: SimpleNamespace(**vars(layer)) for name in names},
+        packed_modules=packed or {},
+        is_pooling_model=False,
+    )
+
+
+def make_worker(manager, max_rank=8):
+    from vllm.lora.lora_model import LoRAModel
+
+    return SimpleNamespace(
+        _adapter_manager=manager,
+        _lora_model_cls=LoRAModel,
+        lora_config=SimpleNamespace(lora_dtype=torch.float32, max_lora_rank=max_rank),
+        max_position_embeddings=64,
+        vocab_size=32,
+    )
+
+
+def pair(path, rank, wide, high, seed=0):
+    """Return the matrices of a module by PEFT's keys."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"base_model.model.{path}.lora_A.weight": torch.randn(rank, wide, generator=generator),
+        f"base_model.model.{path}.lora_B.weight": torch.randn(high, rank, generator=generator),
+    }
+
+
+def config(**values):
+    return {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj"],
+        "peft_version": "0.19.0",
+        **values,
+    }
+
+
+def test_stacked_experts_are_vllms_or_refused_by_name():
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm.adapters.load import load
+
+    worker = make_worker(make_manager(f"{MLP}.experts"))
+    tensors = {
+        **pair(f"{MLP}.experts.base_layer", RANK * EXPERTS, HIDDEN, 2 * INNER, 1),
+        **pair(f"{MLP}.experts", RANK * EXPERTS, INNER, HIDDEN, 2),
+    }
+    plain = config(target_modules=[], target_parameters=["gate_up_proj", "down_proj"])
+    assert len(load(plain, tensors, worker, 1).loras) == 2
+    with pytest.raises(UnsupportedInputError, match="stacked experts"):
+        load({**plain, "alora_invocation_tokens": [3]}, tensors, worker, 1)
+
+
+def test_the_tensors_of_the_caller_stay_as_they_are():
+    from lora_backends.integrations.vllm.adapters.load import load
+
+    manager = make_manager("model.layers.0.self_attn.q_proj")
+    tensors = pair("model.layers.0.self_attn.q_proj", RANK, HIDDEN, HIDDEN)
+    before = {key: tensor.clone() for key, tensor in tensors.items()}
+    for more in ({}, {"alora_invocation_tokens": [3]}):
+        lora = load(config(**more), tensors, make_worker(manager), 1)
+        for layer in lora.loras.values():
+            layer.optimize()
+            layer.lora_a.zero_()
+        assert all(torch.equal(tensors[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("more", [{}, {"alora_invocation_tokens": [3]}])
+def test_modules_that_the_model_reads_past_are_refused_by_name(more):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm.adapters.load import load
+
+    class MLAAttention(torch.nn.Module):
+        """As vLLM's, by name."""
+
+    model = torch.nn.Module()
+    attention = "model.layers.0.self_attn.kv_b_proj"
+    manager = make_manager(attention, f"{MLP}.gate", f"{MLP}.shared_expert_gate", model=model)
+    worker = make_worker(manager)
+
+    def loaded(path):
+        targets = config(target_modules=[path.rpartition(".")[2]], **more)
+        return load(targets, pair(path, RANK, HIDDEN, HIDDEN), worker, 1)
+
+    for path in manager.modules:
+        assert loaded(path).loras.keys() == {path}
+    model.attention = MLAAttention()
+    for name in ("gate", "shared_expert_gate"):
+        manager.modules[f"{MLP}.{name}"].lora_backends_layers[0].is_called = False
+    for path in (*manager.modules, f"{MLP}.another"):
+        with pytest.raises(UnsupportedInputError, match=f"would ignore(.|\n)*{path}"):
+            loaded(path)
+
+
+def test_modules_of_another_pipeline_stage_are_left_to_it():
+    from lora_backends.integrations.vllm.adapters.load import load
+
+    class PPMissingLayer(torch.nn.Module):
+        """As vLLM's, by name."""
+
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([torch.nn.Identity(), PPMissingLayer()])
+    here, there = (f"model.layers.{layer}.self_attn.q_proj" for layer in range(2))
+    worker = make_worker(make_manager(here, model=model))
+    tensors = {**pair(here, RANK, HIDDEN, HIDDEN), **pair(there, RANK, HIDDEN, HIDDEN)}
+    assert here in load(config(), tensors, worker, 1).loras
+    dora = load(config(alora_invocation_tokens=[3]), tensors, worker, 1)
+    assert dora.loras.keys() == {here}
+
+
+def test_experts_of_a_blend_are_joined_rank_by_rank():
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import PackedLoRALayerWeights
+
+    from lora_backends.integrations.vllm.adapters.blends import Term, added
+
+    def packed(seed, rank):
+        generator = torch.Generator().manual_seed(seed)
+        a = [torch.randn(EXPERTS, rank, HIDDEN, generator=generator) for _ in range(3)]
+        b = [torch.randn(EXPERTS, INNER, rank, generator=generator) for _ in range(3)]
+        layer = PackedLoRALayerWeights("experts", rank, [1] * 3, a, b, scaling=[1] * 3)
+        return LoRAModel(1, rank, {"experts": layer})
+
+    parts = [(Term("one", 0.5), packed(1, 2)), (Term("two", -2.0), packed(2, 3))]
+    joined = added(parts, 7, 8).loras["experts"]
+    for i in range(3):
+        wanted = sum(
+            term.factor * lora.loras["experts"].lora_b[i] @ lora.loras["experts"].lora_a[i]
+            for term, lora in parts
+        )
+        torch.testing.assert_close(joined.lora_b[i] @ joined.lora_a[i], wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "terms"),
+    [
+        ("alice*0.5", [("alice", 0.5)]),
+        ("alice*0.5+bob*-.25", [("alice", 0.5), ("bob", -0.25)]),
+        ("a+b*1e-2+c*d*3", [("a+b", 0.01), ("c*d", 3.0)]),
+        ("alice", None),
+        ("alice*", None),
+        ("alice*0.5+", None),
+        ("alice*0.5+bob", None),
+        ("*0.5", None),
+        ("", None),
+    ],
+)
+def test_names_of_blends(text, terms):
+    from lora_backends.integrations.vllm.adapters.blends import parse
+
+    found = parse(text)
+    assert (found and [(term.name, term.factor) for term in found]) == terms
+
+
+@pytest.fixture
+def wrapper(monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_VLLM", "torch_ref")
+    from lora_backends.integrations.vllm.wrapper import BackendWrapper
+
+    return lambda: BackendWrapper(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+
+
+def test_dora_needs_room_in_captured_graphs(wrapper, monkeypatch):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm.adapters.load import Factors
+    from lora_backends.integrations.vllm.layers import set_factors
+
+    made = wrapper()
+    monkeypatch.setattr(type(made), "captures_graphs", True)
+    module = make_module(made)
+    width = module.lora_b_stacked[0].shape[2]
+    factors = Factors(torch.full((width,), 2.0), torch.ones(width))
+    with pytest.raises(UnsupportedInputError, match="LORA_BACKENDS_VLLM_FACTORS=1"):
+        set_factors(module, 1, 0, factors)
+    monkeypatch.setenv("LORA_BACKENDS_VLLM_FACTORS", "1")
+    module = make_module(wrapper())
+    b = module.lora_backends_layers[0].b
+    assert b.output_scales.eq(1).all() and b.bias.eq(0).all()
+    set_factors(module, 1, 0, factors)
+    assert module.lora_backends_layers[0].b is b, "graphs read the tensors of the start"
+    assert b.output_scales[1, :width].eq(2).all() and b.output_scales[1, width:].eq(1).all()
+    assert b.bias[1, :width].eq(1).all() and b.bias[0].eq(0).all()
+    module.reset_lora(1)
+    assert b.output_scales.eq(1).all() and b.bias.eq(0).all()
+
+
+def announced(manager, mapping):
+    """Return the adapters that are announced for a mapping, by token and by sampled row."""
+    from lora_backends.integrations.vllm.adapters import invocations
+
+    seen = []
+    invocations._from_invocation(lambda _, given: seen.append(given), manager, mapping)
+    return list(seen[0].index_mapping), list(seen[0].prompt_mapping)
+
+
+def test_the_second_runner_tells_where_each_request_is():
+    from vllm.lora.layers import LoRAMapping
+
+    from lora_backends.integrations.vllm.adapters import invocations
+    from lora_backends.integrations.vllm.adapters.load import Extras
+
+    lora = SimpleNamespace(lora_backends_extras=Extras(invocation=(7, 8)))
+    registered = {1: lora, 2: SimpleNamespace()}
+    manager = SimpleNamespace(_registered_adapters=SimpleNamespace(cache=registered))
+    prompts = {"a": [1, 7, 8, 2, 7, 8], "b": [7, 8, 1], "c": [1, 2, 3, 4], "d": [7, 8]}
+    runner = SimpleNamespace(req_states=SimpleNamespace(req_id_to_index=dict.fromkeys(prompts, 0)))
+    new = [
+        SimpleNamespace(
+            req_id=name, prompt_token_ids=prompt, lora_request=None if name == "d" else 1
+        )
+        for name, prompt in prompts.items()
+    ]
+    scheduled = SimpleNamespace(scheduled_new_reqs=new)
+    invocations._note_prompts(lambda *_: None, runner, scheduled)
+    # a: its last four prompt tokens; b: a generated one; c: no invocation; d: another adapter
+    counts, firsts, ids = [4, 1, 2, 2], [2, 5, 0, 0], [1, 1, 1, 2]
+    batch = SimpleNamespace(
+        req_ids=list("abcd"), num_computed_tokens_np=firsts, num_scheduled_tokens=counts
+    )
+    tokens = [id_ for id_, count in zip(ids, counts, strict=True) for _ in range(count)]
+    mapping = LoRAMapping(tuple(tokens), tuple(ids), is_prefill=True)
+    invocations._second_runner(lambda *_: batch, runner)
+    assert announced(manager, mapping) == ([0, 0, 1, 1, 1, 0, 0, 2, 2], [1, 1, 0, 2])
+    invocations._done(lambda *_: None, runner)
+    assert announced(manager, mapping) == (tokens, ids), "a dummy batch has no requests"
+    runner.req_states.req_id_to_index.clear()
+    invocations._note_prompts(lambda *_: None, runner, SimpleNamespace(scheduled_new_reqs=[]))
+    assert not runner.lora_backends_prompts
+
+
+def test_new_adapters_load_in_one_order_on_every_process():
+    from lora_backends.integrations.vllm.adapters.follow import _in_order
+
+    requests = [SimpleNamespace(lora_int_id=i) for i in (3, 1, 2)]
+    seen = []
+    _in_order(lambda _, given, __: seen.extend(given), None, [*requests, None], None)
+    assert [request.lora_int_id for request in seen] == [1, 2, 3]
+
+
+def test_blocks_that_start_to_be_the_adapters_in_other_places_have_other_keys(tmp_path):
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core import kv_cache_utils
+
+    from lora_backends.integrations.vllm.adapters import invocations
+
+    invocations.follow_hashes()
+    (tmp_path / "adapter_config.json").write_text('{"alora_invocation_tokens": [7, 8]}')
+    adapter = LoRARequest("alora", 1, str(tmp_path))
+
+    def keys(prompt, first, lora=adapter):
+        request = SimpleNamespace(
+            lora_request=lora, prompt_token_ids=prompt, mm_features=[], cache_salt="salt"
+        )
+        request.prompt_embeds = None
+        return kv_cache_utils.generate_block_hash_extra_keys(request, first, first + 4, 0)[0]
+
+    base = keys([1] * 12, 0, None), keys([1] * 12, 4, None)
+    assert keys([1, 2, 3, 4, 5, 7, 8, 9], 0) == base[0]
+    behind = keys([1, 2, 3, 4, 5, 7, 8, 9], 4)
+    assert behind != base[1] and keys([1, 2, 3, 4, 5, 7, 8, 9, 9], 4) == behind
+    # the tokens behind the first prompt are generated: equal tokens, which begin elsewhere
+    assert keys([7, 8], 0) != keys([7, 8, 7, 8], 0)
+    assert keys([1, 2, 3], 0) == base[0], "without an invocation it is the base model"
