@@ -26,7 +26,7 @@ ADAPTERS = {
         lora_alpha=4,
         target_modules=["k_proj", "o_proj", "down_proj"],
         rank_pattern=EVEN,
-        alpha_pattern={name: 2 * rank for name, rank in EVEN.items()},  # vLLM 0.30 has one scaling
+        alpha_pattern={name: 3 * rank for name, rank in EVEN.items()},
     ),
     "ends": dict(r=8, lora_alpha=16, target_modules=["embed_tokens", "lm_head", "q_proj"]),
     "patterns": dict(

@@ -59,10 +59,6 @@ def test_ranks_per_slice_and_layer_are_the_adapters_own(engine, expect):
 
 
 def test_scalings_per_module_and_a_single_layer_are_the_adapters_own(engine, expect):
-    import vllm
-
-    if vllm.__version__.startswith("0.30."):
-        pytest.skip("this vLLM has one scaling per adapter")
     expect(engine, PROMPTS[:4], ["patterns", None, "all", "patterns"])
 
 

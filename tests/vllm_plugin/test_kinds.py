@@ -146,8 +146,6 @@ def blended(tiny, adapters, factors):
 def test_strengths_and_blends_are_pefts_sums(make_engine, tiny, adapters, factors):
     from vllm.lora.request import LoRARequest
 
-    if "uneven" in factors and one_scaling():
-        factors = {name: factor for name, factor in factors.items() if name != "uneven"}
     engine = make_engine(max_lora_rank=16)
     found_logprobs(engine, TEXTS[:1], [engine.request("small")])  # its name is known, others' not
     text = "+".join(
@@ -160,12 +158,6 @@ def test_strengths_and_blends_are_pefts_sums(make_engine, tiny, adapters, factor
     assert_close(found[0], wanted_logprobs(blended(tiny, adapters, factors), TEXTS[0]))
     assert_close(found[1], wanted_logprobs(load_peft(tiny, adapters["small"]), TEXTS[1]))
     assert_close(found[2], wanted_logprobs(load_peft(tiny, None), TEXTS[2]))
-
-
-def one_scaling():
-    import vllm
-
-    return vllm.__version__.startswith("0.30.")
 
 
 def test_rows_of_tokens_count_at_a_tied_head_too(make_engine, tmp_path):
