@@ -248,6 +248,15 @@ def test_blends_that_mean_nothing_here_are_refused_by_name(engine, blend, text, 
     assert 91 not in engine.manager.lora_index_to_id
 
 
+def test_a_name_that_came_through_the_server_is_no_folder(engine, adapters):
+    from vllm.lora.request import LoRARequest
+
+    text = f"{adapters['rs']}*0.5"
+    with pytest.raises(Exception, match="no adapter"):
+        engine.llm.llm_engine.add_lora(LoRARequest(text, 91, f"blend-by-name:{text}"))
+    assert engine.llm.llm_engine.add_lora(LoRARequest(text, 93, f"blend:{text}"))
+
+
 def test_a_strength_of_dora_scales_its_delta_alone(engine, blend, tiny, adapters):
     engine.tokens(TEXTS[:1], ["ranks"], length=1)
     (found,) = found_logprobs(engine, TEXTS[:1], [blend("ranks*1.0", 60)])

@@ -114,6 +114,8 @@ def test_the_name_of_a_model_may_give_adapters_strengths(server):
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.chat("pirat*0.5")
     assert refused.value.code == 400
+    with pytest.raises(urllib.error.HTTPError):  # clients may not name folders of the server
+        server.chat(f"{ADAPTERS / 'pirate'}*1")
     assert "no adapter 'pirat' for the blend; did you mean 'pirate'?" in server.log.read_text()
 
 

@@ -23,6 +23,9 @@ from lora_backends.integrations.vllm.adapters.targets import Target
 SCHEME = "blend:"
 """Before the terms, in the `lora_path` of a `LoRARequest`."""
 
+SERVED = "blend-by-name:"
+"""The same for names that came through the server: its clients may not name folders."""
+
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 _TERM = re.compile(rf"(?P<name>.+?)\*(?P<factor>{_NUMBER})(?:\+|$)", re.IGNORECASE)
 
@@ -56,9 +59,9 @@ def terms_of(path: str) -> list[Term] | None:
     Raises:
         InvalidInputError: it begins like a blend, and is none.
     """
-    if not path.startswith(SCHEME):
+    if not path.startswith((SCHEME, SERVED)):
         return None
-    terms = parse(path.removeprefix(SCHEME))
+    terms = parse(path.partition(":")[2])
     if terms is None:
         raise InvalidInputError(
             f"a blend cannot be read\n  given: {path!r}\n"
@@ -171,6 +174,6 @@ def register_resolver() -> None:
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
             if parse(lora_name) is None:
                 return None
-            return LoRARequest(lora_name, 1, SCHEME + lora_name)  # vLLM gives it an id
+            return LoRARequest(lora_name, 1, SERVED + lora_name)  # vLLM gives it an id
 
     LoRAResolverRegistry.register_resolver(name, BlendResolver())

@@ -78,7 +78,8 @@ def _blend(worker: Any, request: Any, terms: list[blends.Term]) -> Any:
         lora = None if mine is None else manager.get_adapter(mine.lora_int_id)
         if lora is None:
             path = term.name if mine is None else mine.lora_path
-            if mine is None and not Path(path).is_dir():
+            is_served = request.lora_path.startswith(blends.SERVED)
+            if mine is None and (is_served or not Path(path).is_dir()):
                 raise blends.unknown(request.lora_path, term.name, known)
             lora = _load_adapter_alone(worker, LoRARequest(term.name, request.lora_int_id, path))
         parts.append((term, lora))
