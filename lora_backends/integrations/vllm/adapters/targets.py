@@ -97,7 +97,12 @@ class Targets:
     def _why_not(self, name: str) -> str:
         target = self.find(name)
         if target is None:
-            return "" if self.is_elsewhere(name) else "no LoRA layer of this engine takes it"
+            if self.is_elsewhere(name):
+                return ""
+            config = getattr(self._manager, "lora_config", None)
+            if getattr(config, "target_modules", None):
+                return "no LoRA layer takes it; target_modules of vLLM may leave it out"
+            return "no LoRA layer of this engine takes it"
         module = self._manager.modules[target.layer]
         last = target.layer.rsplit(".", 1)[-1]
         if last == ABSORBED and _is_absorbed(self._manager.model):
