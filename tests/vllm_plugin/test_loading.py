@@ -115,6 +115,21 @@ def test_modules_that_the_model_reads_past_are_refused_by_name(more):
             loaded(path)
 
 
+def test_a_start_that_is_taken_off_a_tied_weight_is_refused():
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm.adapters.load import load
+
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(tie_word_embeddings=True)
+    manager = make_manager("lm_head", model=model)
+    head = manager.modules["lm_head"]
+    head.sharded_to_full_mapping, head.hidden_size = None, HIDDEN
+    head.base_layer.org_vocab_size = INNER
+    values = config(target_modules=["lm_head"], init_lora_weights="olora")
+    with pytest.raises(UnsupportedInputError, match="'olora' of a tied head"):
+        load(values, pair("lm_head", RANK, HIDDEN, INNER), make_worker(manager), 1)
+
+
 def test_modules_of_another_pipeline_stage_are_left_to_it():
     from lora_backends.integrations.vllm.adapters.load import load
 

@@ -233,6 +233,12 @@ class _Loading:
                 f"  to do: merge the adapter into its base model, or train it without them"
             )
 
+    @property
+    def _is_tied(self) -> bool:
+        """Whether the head has the embedding's weight."""
+        config = getattr(self.manager.model, "config", None)
+        return bool(getattr(config, "tie_word_embeddings", False))
+
     def _base_layer(self, name: str) -> BaseLayer:
         target = self.targets.find(name)
         assert target is not None
@@ -248,6 +254,9 @@ class _Loading:
                 raise self._refused(f"use_dora or lora_bias of experts ({name})")
             if delta.init:
                 raise self._refused(f"init_lora_weights = {delta.init!r} of experts ({name})")
+        if delta.init and self._is_tied and name.endswith("lm_head"):
+            # PEFT takes the start off the embedding's weight, too
+            raise self._refused(f"init_lora_weights = {delta.init!r} of a tied head ({name})")
         if delta.magnitude is not None:
             self._check_scales(target)
 
@@ -305,9 +314,8 @@ class _Loading:
 
     def _add_tokens(self, name: str, rows: TokenRows) -> None:
         """Replace rows of an embedding: LoRA whose A picks the tokens, and B adds differences."""
-        config = getattr(self.manager.model, "config", None)
         names = [name]
-        if getattr(config, "tie_word_embeddings", False):
+        if self._is_tied:
             names += [each for each in self.manager.modules if each.endswith("lm_head")]
             if len(names) == 1:
                 raise self._refused("trainable_token_indices: vLLM runs no LoRA of the tied head")
