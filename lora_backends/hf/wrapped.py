@@ -13,6 +13,7 @@ from lora_backends.adapters import AdapterPool, Checkpoint, LoadLimits
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
+from lora_backends.hf.calls.attention import Attention
 from lora_backends.hf.hooks.experts import expert_specs, find_experts
 from lora_backends.hf.hooks.installed import Hooked
 from lora_backends.hf.hooks.linear import Served, begin_hook, first_input
@@ -63,6 +64,7 @@ class WrappedModel:
         served = Served(self.key, backend, self.layouts)
         self.hooked = Hooked(served, self.sites, self.experts, routers, fuse)
         self.structure = Structure(base)
+        self.attention = Attention(base)
         self.main_input: str = getattr(base, "main_input_name", "input_ids")
         self.first_input = first_input(base.forward, self.main_input)
         self.images = Images(getattr(base, "config", None), tried_input(base))
@@ -100,7 +102,9 @@ class WrappedModel:
             ),
         )
         # Last: whatever is refused above leaves the base model as it was.
-        begin = begin_hook(self.key, self.structure, self.main_input, self.base.forward)
+        begin = begin_hook(
+            self.key, self.structure, self.main_input, self.base.forward, self.attention
+        )
         hooked.register(self.base, begin)
         return self.pool
 

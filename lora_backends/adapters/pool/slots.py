@@ -24,6 +24,10 @@ Commit: TypeAlias = Callable[[Callable[[], None]], None]
 """Puts names into slots and calls its argument, which holds them there; the slots are locked."""
 
 
+class NoFreeSlotError(InvalidInputError):
+    """Every slot is pinned or in use, at this moment."""
+
+
 @dataclass(frozen=True)
 class _Hold:
     """Adapters that keep their slots while something uses them."""
@@ -88,7 +92,8 @@ class SlotTable:
         """Return the slot that `name` would get, and the name that it would evict.
 
         Raises:
-            InvalidInputError: every slot is pinned, or `name` itself is in use.
+            NoFreeSlotError: every slot is pinned or in use.
+            InvalidInputError: `name` itself is in use.
         """
         with self.lock:
             if name in self._slots:
@@ -101,7 +106,7 @@ class SlotTable:
             for oldest in self._slots:
                 if not self._pins[oldest] and self._holder(oldest) is None:
                     return self._slots[oldest], oldest
-            raise InvalidInputError(
+            raise NoFreeSlotError(
                 f"no slot for adapter {name!r}: all {self.num_slots} are pinned or in use\n"
                 f"  loaded: {', '.join(self._slots)}\n{self._trained()}"
                 f"  to do: unpin one, release() prepared adapters, or raise max_adapters"

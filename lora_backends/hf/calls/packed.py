@@ -126,6 +126,7 @@ class RequestsCall(ModelCall):
         self, wrapped: WrappedModel, packed: PackedModules, batch: Callable[[], Packed]
     ) -> None:
         super().__init__(wrapped.key, wrapped.pool)
+        self.reads_pages = True
         self._wrapped, self._packed, self._batch = wrapped, packed, batch
         self._tokens = _Plan(wrapped.backend)
         self._logits = _Plan(wrapped.backend)

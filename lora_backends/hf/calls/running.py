@@ -44,6 +44,7 @@ class ModelCall:
 
     def __init__(self, model: str = "", pool: AdapterPool | None = None) -> None:
         self.model = model  # a string, because a compiled program always guards strings
+        self.reads_pages = False  # whether it is a pass of continuous batching
         self.trains = ""  # key of the model of a call that trains, whose `model` is ""
         self.stacks: Mapping[str, LoRAWeights] = {}  # by path, of the modules that are adapted
         self.shared: Mapping[str, LoRAWeights] = {}  # by a leader's path: of it and its siblings

@@ -9,11 +9,13 @@ for.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import queue
 import threading
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any, Self
@@ -31,6 +33,8 @@ from lora_backends.errors import (
 )
 from lora_backends.hf.calls.entries import ALLOWED, Entry, adapter_names, is_per_token
 from lora_backends.hf.calls.packed import RequestsCall, find_packed
+from lora_backends.hf.generating.line import Line
+from lora_backends.hf.generating.outputs import Outputs
 from lora_backends.hf.generating.paged import PagedModel, check_model, no_batching
 from lora_backends.hf.generating.request_words import RequestWords, RowProcessors
 from lora_backends.hf.layout.sites import vocabulary_of
@@ -101,30 +105,71 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         self._held: dict[str, _Held] = {}
         # Re-entrant: `_free_cancelled` releases requests under it.
         self._held_lock = threading.RLock()
-        # held from the end of a request until its output is in the queue
-        self._delivery = threading.Lock()
+        self._line = Line()
+        self._pausing: set[int] = set()  # threads inside of pause()
+        self._attention = ExitStack()  # open while the thread needs another attention
         self._cancelled: set[str] = set()
         self._numbers = count()
         self._vocabulary = vocabulary_of(base)
         call = RequestsCall(wrapped, self._packed, self._entries_of_batch)
         processors = [RowProcessors(self._scored)] if self._words.change_scores else []
+        paged = PagedModel(wrapped, call, processors)
         try:
             super().__init__(
-                model=PagedModel(wrapped, call, processors),
+                model=paged,
                 generation_config=generation_config,
                 continuous_batching_config=config,
             )
             _check_resolved(self.continuous_batching_config)
         except Exception as error:
-            if getattr(self, "_original_attn_impl", None) is not None:  # has been switched
-                base.set_attn_implementation(self._original_attn_impl)
+            # It may have been switched to FlashAttention.
+            original = getattr(self, "_original_attn_impl", None)
+            if original is not None and not paged.paged_attention:
+                base.set_attn_implementation(original)
             if isinstance(error, LoRABackendError):
                 raise
             raise no_batching(base, f"ends with {told(error)}") from error
+        if paged.paged_attention:
+            self._original_attn_impl = None  # `stop` has nothing to restore
         # Transformers reports the end of a request only through its outputs.
-        self.output_router.deliver = self._noting(self.output_router.deliver)
-        deliver_batch = self.output_router.deliver_batch
-        self.output_router.deliver_batch = self._noting_batch(deliver_batch)
+        self.output_router = Outputs(self._note_end)
+
+    def start(self) -> None:
+        """Start the thread that runs the requests.
+
+        Raises:
+            UnsupportedInputError: another manager runs the model with another attention.
+        """
+        name = self.model.paged_attention
+        if name is not None and not self.is_running():
+            with ExitStack() as attention:
+                # A model that is detached must have its own attention.
+                attention.enter_context(self._wrapped.hooked.in_use())
+                attention.enter_context(self._wrapped.attention.paged(name))
+                self._attention = attention.pop_all()
+        try:
+            super().start()
+        except BaseException:
+            self._attention.close()
+            raise
+
+    def _run_generation_loop(self, *args: Any, **options: Any) -> None:
+        try:
+            super()._run_generation_loop(*args, **options)
+        finally:
+            # Here, and not in `stop`: also where the thread has ended by an error.
+            self._attention.close()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Pause between two passes, as Transformers' own."""
+        mine = threading.get_ident()
+        with super().pause():
+            self._pausing.add(mine)
+            try:
+                yield
+            finally:
+                self._pausing.discard(mine)
 
     def __enter__(self) -> Self:
         self.start()
@@ -146,6 +191,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
     ) -> str:
         """Add a request to the batch, at its next step.
 
+        Where requests hold all slots of the pool, it waits until one comes free. Requests of
+        loaded adapters may pass the first that waits, for a second.
+
         Args:
             input_ids: of the prompt, at least one.
             request_id: None makes one.
@@ -160,7 +208,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
         Raises:
             InvalidInputError: an unknown adapter, a wrong token, id or option, more tokens than
-                the cache or the model's positions hold, or the manager has stopped.
+                the cache or the model's positions hold, it was cancelled while it waited for a
+                slot, no slot will come free, or the manager has stopped.
             UnsupportedInputError: entries per token, an adapter of a module that does not see the
                 tokens in their order, a blend as in a call, or an option that is not followed.
         """
@@ -177,14 +226,19 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 f"request_id is {shown(request_id)}\n  allowed: a str without {CHILD!r}, or None"
             )
         # Before the queue: the thread may take the request at once.
-        held = self._hold(request_id, adapter)
+        held = self._hold_in_line(request_id, adapter)
         held.processors = asked.processors
         try:
             added = super().add_request(
                 ids, request_id, asked.max_new_tokens, eos_token_id=asked.ends, **delivery
             )
-        except BaseException:
+        except BaseException as error:
             self._release([request_id])
+            if isinstance(error, queue.Full):
+                raise InvalidInputError(
+                    f"request {request_id!r} found the queue full for 10 seconds\n"
+                    f"  to do: raise max_queue_size of the ContinuousBatchingConfig, or add it later"
+                ) from error
             raise
         if added is None:
             self._release([request_id])
@@ -195,12 +249,27 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         held.is_coming = False
         return request_id
 
-    def _hold(self, request_id: str, adapter: Entry) -> _Held:
-        """Keep the adapters of a request in their slots, or refuse it."""
+    def _hold_in_line(self, request_id: str, adapter: Entry) -> _Held:
+        """Keep the adapters of a request in their slots, once there are some for them."""
         if is_per_token(adapter):
             raise UnsupportedInputError(
                 f"a request has an entry per token\n  given: {shown(adapter)}\n  allowed: {ALLOWED}"
             )
+        return self._line.wait(
+            request_id,
+            adapter_names([adapter]),
+            self._wrapped.pool.slots,
+            lambda: self._hold(request_id, adapter),
+            self._may_free,
+        )
+
+    def _may_free(self) -> bool:
+        """Return whether a request runs that will free a slot."""
+        runs = self.is_running() and threading.get_ident() not in self._pausing
+        return runs and any(held.slots for held in list(self._held.values()))
+
+    def _hold(self, request_id: str, adapter: Entry) -> _Held:
+        """Keep the adapters of a request in their slots, or refuse it."""
         with ExitStack() as hold:
             # First: a model that was detached has a pool without adapters, whose error misleads.
             hold.enter_context(self._wrapped.hooked.in_use())
@@ -254,6 +323,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     def cancel_request(self, request_id: str) -> None:
         """Take a request out of the batch; what it has generated is not delivered."""
+        self.output_router.forget(request_id)
+        if self._line.cancel(request_id):
+            return  # its `add_request` raises
         # Noted first: the thread may take the request out before the next line.
         self._cancelled.add(request_id)
         super().cancel_request(request_id)
@@ -264,6 +336,25 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         # Only then: a thread that still runs uses the adapters.
         if not self.is_running():
             self._release(list(self._held))
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], object]) -> None:
+        """Let the event loop that runs now call `callback` with each output of a request.
+
+        The loop reports what a callback raises. Outputs for a loop that has closed go into the
+        queue, as without a handler.
+
+        Raises:
+            InvalidInputError: no event loop runs in this thread, or `callback` cannot be called.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise InvalidInputError(
+                "no event loop runs in this thread\n  to do: call it in a coroutine"
+            ) from error
+        if not callable(callback):
+            raise InvalidInputError(f"callback is {shown(callback)}\n  allowed: a function")
+        self.output_router.register(request_id, callback, loop)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
         """Return the next output, of one request or of any.
@@ -323,7 +414,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             raise RuntimeError(f"no thread runs the requests{self._reason()}")
         outputs = self.output_router.output_queue
         # Both locks: an output is either not ended yet, or in the queue.
-        with self._delivery, outputs.mutex:
+        with self.output_router.delivery, outputs.mutex:
             there = {output.request_id for output in outputs.queue}
             gone = [name for name in names if name not in there and self._has_ended(name)]
         if gone:
@@ -424,6 +515,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 if whole or not held.remaining:
                     del self._held[name]
                     held.hold.close()
+                    self._line.move()
 
     def _is_whole(self, request_id: str) -> bool:
         """Return whether a request that failed or was cancelled leaves no sequence running.
@@ -434,26 +526,10 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         known = scheduler and [*scheduler.active_requests, *scheduler.waiting_requests]
         return request_id in self._held and request_id not in map(_parent, known or ())
 
-    def _noting(self, deliver: Any) -> Any:
-        def noting(output: Any) -> None:
-            with self._delivery:
-                if output.is_finished():
-                    # A failed request may have no further sequences yet: then all of it ends.
-                    failed = output.error is not None
-                    whole = failed and self._is_whole(output.request_id)
-                    self._release([output.request_id], whole)
-                deliver(output)
-
-        return noting
-
-    def _noting_batch(self, deliver: Any) -> Any:
-        def noting(outputs: list[Any]) -> None:
-            ended = [output.request_id for output in outputs if output.is_finished()]
-            with self._delivery:
-                self._release(ended, whole=False)
-                deliver(outputs)
-
-        return noting
+    def _note_end(self, output: Any) -> None:
+        # A failed request may have no further sequences yet: then all of it ends.
+        whole = output.error is not None and self._is_whole(output.request_id)
+        self._release([output.request_id], whole)
 
     def _reason(self) -> str:
         error = self.background_thread_status.fatal_error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -12,6 +14,13 @@ from lora_backends.errors import UnsupportedInputError
 from lora_backends.hf.calls.packed import RequestsCall
 from lora_backends.hf.calls.running import running
 from lora_backends.hf.wrapped import WrappedModel
+
+
+EAGER_ARGUMENTS = frozenset(
+    """module query key value attention_mask scaling dropout sinks kwargs""".split()
+)
+"""Of an `eager_attention_forward` whose products the paged attention computes, too; it reads sinks
+from the module, and needs no dropout."""
 
 
 class PagedModel:
@@ -28,6 +37,8 @@ class PagedModel:
     ) -> None:
         self._wrapped, self._call, self._processors = wrapped, call, processors
         self._reads_cache = False  # until a pass has shown it
+        self.paged_attention: str | None = None
+        """The attention that passes of a manager need, where other calls cannot run with it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped.base, name)
@@ -36,6 +47,14 @@ class PagedModel:
         """Put the base model into eval mode."""
         self._wrapped.base.eval()
         return self
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Exchange the attention of the base model; a paged one only while a manager runs."""
+        if name.startswith("paged|"):
+            _check_same_products(self._wrapped.base)
+            self.paged_attention = name
+        else:
+            self._wrapped.base.set_attn_implementation(name)
 
     def _get_logits_processor(self, *_: Any) -> LogitsProcessorList:
         """Return the processors to the manager, which would ask for those of one prompt."""
@@ -106,6 +125,31 @@ def check_model(base: Any) -> None:
             raise no_batching(base, reason)
     if not any(map(_uses_interface, base.modules())):
         raise no_paged_attention(base)
+
+
+def _check_same_products(base: Any) -> None:
+    """Refuse an eager attention that computes more than the paged one, which takes its place.
+
+    Transformers' paged attention ignores what it does not know, e.g. Gemma 2's `softcap`.
+
+    Raises:
+        UnsupportedInputError: it is such an attention.
+    """
+    config = base.config.get_text_config()
+    for source in {type(module).__module__ for module in base.modules()}:
+        eager = getattr(sys.modules.get(source), "eager_attention_forward", None)
+        if eager is None:
+            continue
+        more = inspect.signature(eager).parameters.keys() - EAGER_ARGUMENTS
+        if getattr(config, "attn_logit_softcapping", None) is None:
+            more -= {"softcap"}
+        if more:
+            raise UnsupportedInputError(
+                f"{type(base).__name__} runs with attn_implementation='eager', whose "
+                f"{', '.join(sorted(more))} is not part of Transformers' paged attention\n"
+                f"  allowed: an attn_implementation that continuous batching runs as it is, e.g. "
+                f"'flash_attention_2'\n  to do: call generate() for these rows"
+            )
 
 
 def no_batching(base: torch.nn.Module, reason: str) -> UnsupportedInputError:

@@ -16,6 +16,7 @@ from lora_backends.dispatch.many_adapters import ManyAdaptersPlan
 from lora_backends.dispatch.repeats import NO_REPEATS
 from lora_backends.dispatch.tracing import is_jit_traced, is_traced
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.hf.calls.attention import Attention
 from lora_backends.hf.calls.running import RUNNING, check_thread, is_open
 from lora_backends.hf.layout.layout import Layout
 from lora_backends.hf.layout.sites import ModuleSite
@@ -34,7 +35,11 @@ class Served(NamedTuple):
 
 
 def begin_hook(
-    model: str, structure: Structure, main_input: str, forward: Callable[..., Any]
+    model: str,
+    structure: Structure,
+    main_input: str,
+    forward: Callable[..., Any],
+    attention: Attention,
 ) -> Callable[..., None]:
     """Return the hook that announces a forward pass of the base model to the running call.
 
@@ -43,6 +48,7 @@ def begin_hook(
         structure: of the base model. Calls check it themselves, blocks of `using` do it here.
         main_input: name of the base model's first argument.
         forward: of the base model.
+        attention: of the base model; passes that it cannot run are refused.
 
     Returns:
         A forward pre-hook with keyword arguments.
@@ -51,6 +57,8 @@ def begin_hook(
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = RUNNING.call
+        if attention.is_paged and not (call.model == model and call.reads_pages):
+            attention.check()
         if call.model != model:
             if call.trains != model:
                 check_thread(model)

@@ -1,0 +1,64 @@
+"""Outputs of requests: to the handler of their request, or into the queue of a manager."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+
+
+class Outputs(OutputRouter):  # type: ignore[misc]  # has no types
+    """Transformers' router, with handlers that cannot take outputs from each other.
+
+    Transformers runs all callbacks of a batch in one call of the last one's event loop: one that
+    raises, or whose loop has closed, ends the others or the manager.
+
+    Args:
+        ended: called with each last output, before it is delivered.
+    """
+
+    def __init__(self, ended: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._ended = ended
+        self.delivery = threading.Lock()
+        """Held from the end of a request until its output has been delivered."""
+
+    def register(self, request_id: str, callback: Callable[[Any], object], loop: Any) -> None:
+        """Let an event loop call `callback` with each output of a request."""
+        with self._lock:
+            self.result_handlers[request_id] = callback, loop
+
+    def forget(self, request_id: str) -> None:
+        """Drop the handler of a request, if it has one."""
+        with self._lock:
+            self.result_handlers.pop(request_id, None)
+
+    def deliver(self, output: Any) -> None:
+        """Deliver one output."""
+        self.deliver_batch([output])
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        """Deliver the outputs of one pass."""
+        with self.delivery:
+            for output in outputs:
+                if output.is_finished():
+                    self._ended(output)
+                self._route(output)
+
+    def _route(self, output: Any) -> None:
+        name = output.request_id
+        with self._lock:
+            handler = self.result_handlers.get(name)
+            if output.is_finished():
+                self.result_handlers.pop(name, None)
+        if handler is not None:
+            callback, loop = handler
+            try:
+                # One call each: the loop reports what a callback raises, and goes on.
+                loop.call_soon_threadsafe(callback, output)
+                return
+            except RuntimeError:  # the loop has closed: the queue keeps the output
+                self.forget(name)
+        self.output_queue.put(output)
