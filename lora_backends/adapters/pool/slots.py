@@ -66,6 +66,8 @@ class SlotTable:
         self._settled = Condition(self.lock)
         self._expected: set[str] = set()  # names that were brought ahead and not used since
         self._recent: frozenset[str] = frozenset()  # names of the last use
+        self.evictions = 0
+        """Adapters that lost their slot to another."""
 
     @property
     def names(self) -> list[str]:
@@ -178,6 +180,7 @@ class SlotTable:
         with self.lock:
             for old in [held for held, place in self._slots.items() if place == slot]:
                 self._lost[old] = name
+                self.evictions += old != name
                 self._forget(old)
             while len(self._lost) > REMEMBERED:
                 self._lost.popitem(last=False)

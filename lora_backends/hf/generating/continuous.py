@@ -140,8 +140,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         Raises:
             UnsupportedInputError: another manager runs the model with another attention.
         """
-        name = self.model.paged_attention
-        if name is not None and not self.is_running():
+        if (name := self.model.paged_attention) is not None and not self.is_running():
             with ExitStack() as attention:
                 # A model that is detached must have its own attention.
                 attention.enter_context(self._wrapped.hooked.in_use())
@@ -163,13 +162,10 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Pause between two passes, as Transformers' own."""
-        mine = threading.get_ident()
-        with super().pause():
-            self._pausing.add(mine)
-            try:
-                yield
-            finally:
-                self._pausing.discard(mine)
+        with super().pause(), ExitStack() as end:
+            end.callback(self._pausing.discard, threading.get_ident())
+            self._pausing.add(threading.get_ident())
+            yield
 
     def __enter__(self) -> Self:
         self.start()
@@ -191,8 +187,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
     ) -> str:
         """Add a request to the batch, at its next step.
 
-        Where requests hold all slots of the pool, it waits until one comes free. Requests of
-        loaded adapters may pass the first that waits, for a second.
+        Where requests hold all slots of the pool, it waits until one comes free.
 
         Args:
             input_ids: of the prompt, at least one.
@@ -208,8 +203,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
         Raises:
             InvalidInputError: an unknown adapter, a wrong token, id or option, more tokens than
-                the cache or the model's positions hold, it was cancelled while it waited for a
-                slot, no slot will come free, or the manager has stopped.
+                the cache or the model's positions hold, it was cancelled while it waited, no slot
+                will come free, or the manager has stopped.
             UnsupportedInputError: entries per token, an adapter of a module that does not see the
                 tokens in their order, a blend as in a call, or an option that is not followed.
         """
@@ -248,6 +243,11 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             )
         held.is_coming = False
         return request_id
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot of the pool."""
+        return len(self._line)
 
     def _hold_in_line(self, request_id: str, adapter: Entry) -> _Held:
         """Keep the adapters of a request in their slots, once there are some for them."""
@@ -340,11 +340,10 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
     def register_result_handler(self, request_id: str, callback: Callable[[Any], object]) -> None:
         """Let the event loop that runs now call `callback` with each output of a request.
 
-        The loop reports what a callback raises. Outputs for a loop that has closed go into the
-        queue, as without a handler.
+        The loop reports what it raises. Outputs for a closed loop go into the queue.
 
         Raises:
-            InvalidInputError: no event loop runs in this thread, or `callback` cannot be called.
+            InvalidInputError: no event loop runs in this thread.
         """
         try:
             loop = asyncio.get_running_loop()
@@ -352,8 +351,6 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             raise InvalidInputError(
                 "no event loop runs in this thread\n  to do: call it in a coroutine"
             ) from error
-        if not callable(callback):
-            raise InvalidInputError(f"callback is {shown(callback)}\n  allowed: a function")
         self.output_router.register(request_id, callback, loop)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
@@ -527,7 +524,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         return request_id in self._held and request_id not in map(_parent, known or ())
 
     def _note_end(self, output: Any) -> None:
-        # A failed request may have no further sequences yet: then all of it ends.
+        # One that failed may have no further sequences yet: then all of it ends.
         whole = output.error is not None and self._is_whole(output.request_id)
         self._release([output.request_id], whole)
 

@@ -15,7 +15,6 @@ from lora_backends.hf.calls.packed import RequestsCall
 from lora_backends.hf.calls.running import running
 from lora_backends.hf.wrapped import WrappedModel
 
-
 EAGER_ARGUMENTS = frozenset(
     """module query key value attention_mask scaling dropout sinks kwargs""".split()
 )
@@ -54,7 +53,8 @@ class PagedModel:
             _check_same_products(self._wrapped.base)
             self.paged_attention = name
         else:
-            self._wrapped.base.set_attn_implementation(name)
+            base: Any = self._wrapped.base
+            base.set_attn_implementation(name)
 
     def _get_logits_processor(self, *_: Any) -> LogitsProcessorList:
         """Return the processors to the manager, which would ask for those of one prompt."""

@@ -1,4 +1,4 @@
-"""Requests that wait for a slot, handlers that fail, and an attention that only managers can run."""
+"""Requests that wait for a slot, handlers that fail, and an eager attention."""
 
 import asyncio
 import threading
@@ -85,7 +85,7 @@ def test_a_blend_of_more_adapters_than_slots_does_not_wait(model):
 
 
 def test_a_handler_that_fails_takes_no_output_of_others(model):
-    """Callbacks of one pass: one raises, one belongs to a closed loop, two to loops of their own."""
+    """Callbacks of one pass: one raises, one's loop is closed, two have other loops."""
     answers, reported = {}, []
     closed = asyncio.new_event_loop()
 

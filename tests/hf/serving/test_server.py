@@ -1,8 +1,10 @@
-"""The server of the examples: requests over HTTP, each with its adapter."""
+"""The server of the examples, over HTTP and by the `openai` client."""
 
+import asyncio
 import http.client
-import importlib.util
+import importlib
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,129 +12,271 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers.continuous import settings
 from helpers.deltas import random_checkpoint
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from lora_backends.hf import MultiLoRAModel
 
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+openai = pytest.importorskip("openai")
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "server" / "serve.py"
+FOLDER = Path(__file__).parents[3] / "examples" / "server"
+NAMES = "abcdef"
 
 
 class Words:
     """A tokenizer whose text is its ids."""
 
-    eos_token_id = 39
+    chat_template = "of words"
 
-    def __call__(self, text):
+    def __init__(self):
+        self.slow_s = 0.0
+
+    def __call__(self, text, add_special_tokens=True):
+        time.sleep(self.slow_s * ("39" in text))
         return {"input_ids": [int(word) for word in text.split()]}
 
     def decode(self, ids, skip_special_tokens):
         return " ".join(map(str, ids))
 
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        if messages[0]["role"] not in ("system", "user"):
+            raise KeyError("a role that the template does not know")
+        return " ".join(message["content"] for message in messages)
+
+
+class Served:
+    """A server in a thread, with a key, and a model with fewer slots than adapters."""
+
+    def __init__(self, base, folder):
+        base.generation_config = transformers.GenerationConfig(
+            do_sample=False, eos_token_id=39, pad_token_id=0
+        )
+        sys.path.insert(0, str(FOLDER))
+        try:
+            module = importlib.import_module("serve")
+        finally:
+            sys.path.remove(str(FOLDER))
+        self.model = MultiLoRAModel(base, "torch_ref", max_adapters=4, max_rank=4)
+        self.model.keep_adapters(folder=folder)
+        for seed, name in enumerate(NAMES):
+            checkpoint = random_checkpoint(base, ["q_proj", "down_proj"], seed=seed)
+            self.model.add_adapter(name, checkpoint)
+        self.requests = module.begin(self.model, settings(num_blocks=60, max_batch_tokens=64))
+        self.requests.start()
+        self.words = Words()
+        self.server = module.Server(
+            self.model, self.words, self.requests, "secret", most_bytes=4000, most_characters=2000
+        )
+        config = uvicorn.Config(self.server.app, port=0, log_level="error", ws="none")
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.uvicorn.run)
+        self.thread.start()
+        while not self.uvicorn.started and self.thread.is_alive():
+            time.sleep(0.01)
+        self.port = self.uvicorn.servers[0].sockets[0].getsockname()[1]
+
+    def close(self):
+        self.uvicorn.should_exit = True
+        self.thread.join()
+        self.requests.stop(hard_stop=True)
+
+    def ask(self, path, body=None, key="secret"):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        body = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        headers = {"Authorization": f"Bearer {key}"}
+        connection.request("GET" if body is None else "POST", path, body, headers)
+        return connection.getresponse()
+
+    def answer(self, **body):
+        response = self.ask("/v1/completions", {"model": "a", "prompt": "4 5", **body})
+        return response.status, json.loads(response.read())
+
+    def alone(self, prompt, adapter, new=16):
+        ids = torch.tensor([[int(word) for word in prompt.split()]])
+        adapters = [None if adapter == "base" else adapter]
+        tokens = self.model.generate(adapters=adapters, input_ids=ids, max_new_tokens=new)
+        return " ".join(map(str, tokens[0, ids.shape[1] :].tolist()))
+
+    def client(self, kind=openai.OpenAI):
+        return kind(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="secret", max_retries=0, timeout=60
+        )
+
 
 @pytest.fixture(scope="module")
-def served(make_base):
-    """Return a model, its requests, and a function that posts to the server."""
-    spec = importlib.util.spec_from_file_location("serve", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    base = make_base("llama")
-    base.generation_config = transformers.GenerationConfig(
-        do_sample=False, eos_token_id=39, pad_token_id=0
-    )
-    model = MultiLoRAModel(base, "torch_ref", max_adapters=2, max_rank=4)
-    model.keep_adapters()
-    for seed, name in enumerate("abc"):  # one more than there are slots
-        model.add_adapter(name, random_checkpoint(base, ["q_proj", "down_proj"], seed=seed))
-    config = ContinuousBatchingConfig(page_size=8, num_blocks=24, max_batch_tokens=16)
-    with model.continuous_batching(continuous_batching_config=config) as requests:
-        app = module.Server(model, Words(), requests).app
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        try:
-            while not server.started and thread.is_alive():
-                time.sleep(0.01)
-            port = server.servers[0].sockets[0].getsockname()[1]
-
-            def post(body):
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-                connection.request("POST", "/v1/completions", json.dumps(body))
-                return connection.getresponse()
-
-            yield model, requests, post
-        finally:
-            server.should_exit = True
-            thread.join()
+def served(make_base, tmp_path_factory):
+    outside, folder = tmp_path_factory.mktemp("outside"), tmp_path_factory.mktemp("adapters")
+    (outside / "adapter_config.json").write_text("{}")
+    (folder / "link").symlink_to(outside)
+    served = Served(make_base("llama"), folder)
+    yield served
+    served.close()
 
 
-def alone(model, prompt, adapter, new):
-    ids = torch.tensor([[int(word) for word in prompt.split()]])
-    tokens = model.generate(adapters=[adapter], input_ids=ids, max_new_tokens=new)
-    return " ".join(map(str, tokens[0, ids.shape[1] :].tolist()))
+def test_200_clients_at_once_are_all_answered_with_their_adapters(served):
+    names = ["base", *NAMES]
+    expected = {name: served.alone("1 2 3", name, 3) for name in names}
+
+    async def ask():
+        async with served.client(openai.AsyncOpenAI) as client:
+            calls = [
+                client.completions.create(model=names[i % 7], prompt="1 2 3", max_tokens=3)
+                for i in range(200)
+            ]
+            return await asyncio.gather(*calls)
+
+    answers = [answer.choices[0].text for answer in asyncio.run(ask())]
+    assert answers == [expected[names[i % 7]] for i in range(200)]
+    metrics = served.ask("/metrics").read().decode()
+    assert "lora_up 1.0" in metrics and 'lora_resident{adapter="' in metrics
+    assert "lora_evictions_total" in metrics and "lora_wait_seconds_count" in metrics
+    assert 'lora_generated_tokens_total{adapter="a"}' in metrics
 
 
-def test_requests_over_http_are_answered_with_their_adapters(served):
-    model, _, post = served
-    prompts = {"base": "1 2 3", "a": "4 5", "b": "6", "c": "4 5"}
-    answers = {}
-
-    def ask(name):
-        body = {"model": name, "prompt": prompts[name], "max_tokens": 5}
-        answers[name] = json.loads(post(body).read())["choices"][0]
-
-    for name in ("base", "a", "c", "b"):  # "b" and "c" lie in the slots: "a" takes one back
-        ask(name)
-    for name, prompt in prompts.items():
-        expected = alone(model, prompt, None if name == "base" else name, 5)
-        assert answers[name]["text"] == expected
-        assert answers[name]["finish_reason"] in ("length", "stop")
-
-
-def test_a_stream_tells_each_token_and_joins_to_the_answer(served):
-    model, _, post = served
-    body = {"model": "a", "prompt": [4, 5], "max_tokens": 4, "stream": True}
-    lines = [line for line in post(body).read().decode().split("\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
-    assert "".join(part["text"] for part in parts) == alone(model, "4 5", "a", 4)
-    assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
-    assert parts[-1]["finish_reason"] is not None and len(parts) > 1
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_and_a_completion_by_the_openai_client(served, stream):
+    client = served.client()
+    expected = served.alone("4 5", "a", 6)
+    words = {"model": "a", "max_tokens": 6, "stream": stream}
+    chat = client.chat.completions.create(messages=[{"role": "user", "content": "4 5"}], **words)
+    text = client.completions.create(prompt="4 5", **words)
+    if stream:
+        parts = [part.choices[0] for part in chat]
+        assert len(parts) > 1 and parts[-1].finish_reason in ("stop", "length")
+        assert "".join(part.delta.content for part in parts) == expected
+        assert "".join(part.choices[0].text for part in text) == expected
+    else:
+        assert chat.choices[0].message.content == text.choices[0].text == expected
+        assert chat.usage.completion_tokens == len(expected.split())
+    assert "b" in [each.id for each in client.models.list()]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"model": "nobody", "prompt": "1"}, "no adapter named 'nobody'"),
-        ({"model": "a"}, "are needed"),
-        ({"model": "a", "prompt": [77]}, "less than 40"),
-        ({"model": "a", "prompt": "1", "max_tokens": 0}, "max_new_tokens is 0"),
-    ],
-)
-def test_a_wrong_request_gets_an_error_that_says_why(served, body, message):
-    response = served[2](body)
-    assert response.status == 400
-    assert message in json.loads(response.read())["error"]["message"]
-    assert served[1].output_router.result_handlers == {}
+def test_sampling_words_and_stops_are_honoured(served):
+    expected = served.alone("4 5", "a")
+    words = expected.split()
+    assert served.answer()[1]["choices"][0]["text"] == expected
+    assert served.answer(temperature=0)[1]["choices"][0]["text"] == expected
+    assert served.answer(top_p=1e-6)[1]["choices"][0]["text"] == expected
+    texts = {served.answer(temperature=2)[1]["choices"][0]["text"] for _ in range(4)}
+    assert len(texts) > 1
+    stop = f" {words[3]}"
+    choice = served.answer(stop=[stop])[1]["choices"][0]
+    assert choice["text"] == expected[: expected.find(stop)]
+    assert choice["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("limit", [{}, {"max_tokens": None}], ids=["left out", "null"])
-def test_an_answer_has_16_tokens_where_the_request_gives_no_limit(served, limit):
-    body = {"model": "b", "prompt": "6", **limit}
-    answer = json.loads(served[2](body).read())["choices"][0]
-    assert answer["text"] == alone(served[0], "6", "b", 16)
+DEEP = b"[" * 3000
+WRONG = [
+    ({"n": 2}, "'n' is not honoured"),
+    ({"seed": 3}, "'seed' is not honoured"),
+    ({"logprobs": 1}, "'logprobs' is not honoured"),
+    ({"presence_penalty": 0.5}, "'presence_penalty'"),
+    ({"frobnicate": 1}, "'frobnicate'"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"top_p": "high"}, "top_p"),
+    ({"stop": 3}, "stop"),
+    ({"stream": "yes"}, "stream"),
+    ({"prompt": [77]}, "less than 40"),
+    ({"prompt": [{}]}, "input_ids"),
+    ({"prompt": []}, "input_ids"),
+    ({"prompt": "\ud800"}, "surrogates"),
+    ({"prompt": "1" * 2100}, "more than 2000 characters"),
+    ({"max_tokens": 0}, "max_new_tokens is 0"),
+    ({"max_tokens": 10_000}, "needs"),
+    ({"max_tokens": [1]}, "max_new_tokens"),
+]
 
 
-def test_a_client_that_goes_away_ends_its_request(served):
-    model, requests, post = served
-    response = post({"model": "a", "prompt": "1", "max_tokens": 150, "stream": True})
-    response.read(20)
-    response.close()
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_a_wrong_word_gets_a_400_that_names_it(served, words, message):
+    status, told = served.answer(**words)
+    assert status == 400 and message in told["error"]["message"]
+    assert not served.requests.output_router.result_handlers
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"1", b"null", b"{", b"\xff", DEEP, b'{"model": 1}'])
+def test_an_odd_body_gets_a_400(served, body):
+    for path in ("completions", "chat/completions", "load_lora_adapter", "unload_lora_adapter"):
+        assert served.ask(f"/v1/{path}", body).status == 400
+
+
+def test_limits_keys_and_unknown_models(served):
+    assert served.ask("/v1/completions", b"x" * 5000).status == 413
+    assert served.ask("/v1/completions", {}, key="other").status == 401
+    assert served.ask("/v1/models", key="").status == 401
+    assert served.ask("/health", key="").status == 200
+    for name in ("nobody", "link", "../outside", "\0", "\ud800"):
+        assert served.answer(model=name)[0] == 404
+    chat = {"model": "a", "messages": [{"role": "judge", "content": "1"}]}
+    assert served.ask("/v1/chat/completions", chat).status == 400
+
+
+def test_a_prompt_that_is_slow_to_tokenize_holds_no_other_client(served):
+    served.words.slow_s = 2.0
+    slow = threading.Thread(target=served.answer, kwargs={"prompt": "39", "max_tokens": 1})
+    slow.start()
+    time.sleep(0.2)
+    start = time.monotonic()
+    assert served.answer(prompt=[4, 5], max_tokens=1)[0] == 200
+    assert slow.is_alive() and time.monotonic() - start < 1.8
+    slow.join()
+    served.words.slow_s = 0.0
+
+
+def test_an_adapter_is_unloaded_and_loaded(served, save_adapter):
+    import shutil
+
+    root = served.model.store.folder
+    shutil.copytree(save_adapter(r=2, target_modules=["q_proj"]), root / "mine")
+    assert served.answer(model="mine")[0] == 200
+    assert served.ask("/v1/unload_lora_adapter", {"lora_name": "mine"}).status == 200
+    assert served.answer(model="mine")[0] == 404
+    for path in ("link", "../x", "/etc", "nothing"):
+        body = {"lora_name": "mine", "lora_path": path}
+        assert served.ask("/v1/load_lora_adapter", body).status == 400
+    body = {"lora_name": "mine", "lora_path": "mine"}
+    assert served.ask("/v1/load_lora_adapter", body).status == 200
+    assert served.answer(model="mine")[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_request(served, stream):
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    body = {"model": "c", "prompt": "1", "max_tokens": 240, "stream": stream, "temperature": 1}
+    headers = {"Authorization": "Bearer secret"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
     deadline = time.monotonic() + 30
-    while requests._held and time.monotonic() < deadline:
-        time.sleep(0.02)
-        post({"model": "base", "prompt": "1", "max_tokens": 1}).read()
-    assert not requests._held
+    while not served.requests._held and time.monotonic() < deadline:
+        time.sleep(0.001)
+    cancelled = []
+    cancel = served.requests.cancel_request
+    served.requests.cancel_request = lambda name: (cancelled.append(name), cancel(name))
+    if stream:
+        connection.getresponse().read(20)
+    connection.close()
+    while (served.requests._held or served.server.running) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    del served.requests.cancel_request
+    assert len(cancelled) == 1 and not served.requests._held
+    assert served.server.running == 0
+
+
+def test_a_dead_thread_is_told(make_base, tmp_path):
+    served = Served(make_base("llama"), tmp_path)
+    try:
+
+        def fail(*_):
+            raise RuntimeError("a pass fails")
+
+        served.model.base.model.layers[0].register_forward_pre_hook(fail)
+        status, told = served.answer()
+        assert status == 503 and "a pass fails" in told["error"]["message"]
+        served.requests._generation_thread.join()
+        assert served.answer()[0] == 503
+        assert served.ask("/health").status == 503
+    finally:
+        served.close()

@@ -1,0 +1,158 @@
+"""What the body of a request asks for: its words are honoured, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+MOST_TOKENS = 16  # of an answer, unless the request says otherwise
+MOST_STOPS = 4
+
+BOUNDS = {
+    "temperature": (0, 2),
+    "top_p": (1e-9, 1),
+    "top_k": (0, 1_000_000),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-9, 10),
+}
+"""Sampling words and their least and largest values."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
+    "n": (1,),
+    "best_of": (1,),
+    "seed": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "user": None,  # any value: it changes no answer
+    "metadata": None,
+    "store": (False,),
+}
+"""Words that this server does not honour, and the values besides null that ask for nothing."""
+
+READ = {"model", "prompt", "messages", "max_tokens", "max_completion_tokens", "stop", "stream"} | {
+    "stream_options",
+    *BOUNDS,
+}
+
+
+def refused(status: int, message: str) -> HTTPException:
+    """Return the error that answers a request with `status`."""
+    return HTTPException(status, message)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A body, checked."""
+
+    model: str
+    prompt: Any  # a text, a list of token ids, or a tuple of messages
+    most: int
+    words: dict[str, Any]  # of a GenerationConfig
+    stops: list[str]
+    stream: bool
+    usage: bool  # whether a stream ends with its usage
+
+
+def asked(body: Any, chat: bool, samples: bool) -> Asked:
+    """Check a body.
+
+    Args:
+        body: as JSON gives it.
+        chat: whether "messages" are asked for, and not a "prompt".
+        samples: whether the model samples where the request says nothing.
+
+    Raises:
+        HTTPException: status 400; it names the word.
+    """
+    if not isinstance(body, dict):
+        raise refused(400, "the body is no JSON object")
+    body = {word: value for word, value in body.items() if value is not None}
+    for word, value in body.items():
+        allowed = NEUTRAL.get(word, ())
+        if word not in READ and allowed is not None:
+            # by type, too: True is no 1
+            if not any(type(value) is type(each) and value == each for each in allowed or ()):
+                raise refused(400, f"{word[:50]!r} is not honoured by this server: leave it out")
+    source = "messages" if chat else "prompt"
+    if not isinstance(body.get("model"), str) or source not in body:
+        raise refused(400, f'"model" (a text) and "{source}" are needed')
+    most = body.get("max_completion_tokens", body.get("max_tokens", MOST_TOKENS))
+    options = body.get("stream_options", {})
+    if not isinstance(options, dict) or not all(type(v) is bool for v in options.values()):
+        raise refused(400, '"stream_options" allows "include_usage", true or false')
+    stops = body.get("stop", [])
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise refused(400, '"stop" is no text and no list of texts')
+    if len(stops) > MOST_STOPS:
+        raise refused(400, f'"stop" has more than {MOST_STOPS} texts')
+    if type(body.get("stream", False)) is not bool:
+        raise refused(400, '"stream" is neither true nor false')
+    return Asked(
+        body["model"],
+        messages(body["messages"]) if chat else prompt(body["prompt"]),
+        most,
+        sampling(body, samples),
+        stops,
+        body.get("stream", False),
+        options.get("include_usage", False),
+    )
+
+
+def sampling(body: Mapping[str, Any], samples: bool) -> dict[str, Any]:
+    """Return the sampling words of a request as words of a GenerationConfig."""
+    words: dict[str, Any] = {}
+    for word, (least, largest) in BOUNDS.items():
+        if word in body:
+            value = body[word]
+            kinds = (int,) if word == "top_k" else (int, float)
+            # NaN is no number here: it is neither less nor more.
+            if type(value) not in kinds or not least <= value <= largest:
+                raise refused(400, f'"{word}" is not from {least:g} to {largest:g}')
+            words[word] = value if word == "top_k" else float(value)
+    # The batch samples as a whole: the best token alone is a greedy choice.
+    if words.get("temperature") == 0 or not (samples or words.keys() - {"repetition_penalty"}):
+        penalty = {k: v for k, v in words.items() if k == "repetition_penalty"}
+        return {"top_k": 1, **penalty}
+    if words.keys() - {"repetition_penalty"}:  # OpenAI's defaults, not the model's
+        words = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **words}
+    return words
+
+
+def prompt(value: Any) -> Any:
+    """Return a text, or token ids, which the manager checks."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+        value = value[0]
+    if isinstance(value, str):
+        value.encode()  # half a character is a ValueError
+    elif not isinstance(value, list):
+        raise refused(400, '"prompt" is no text and no list of token ids')
+    return value
+
+
+def messages(value: Any) -> tuple[dict[str, str], ...]:
+    """Return the messages of a chat with their texts."""
+    found = []
+    for each in value if isinstance(value, list) else ():
+        parts = each.get("content") if isinstance(each, dict) else None
+        if isinstance(parts, list):
+            texts = [p.get("text") if isinstance(p, dict) else None for p in parts]
+            parts = "".join(texts) if all(isinstance(t, str) for t in texts) else None
+        if not isinstance(parts, str) or not isinstance(each.get("role"), str):
+            raise refused(400, 'each of "messages" needs a "role" and a text as "content"')
+        (parts + each["role"]).encode()
+        found.append({"role": each["role"], "content": parts})
+    if not found:
+        raise refused(400, '"messages" is no list with a message')
+    return tuple(found)
