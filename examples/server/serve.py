@@ -293,9 +293,8 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         """Return the whole answer."""
-        text, reason = "", None
-        async for part, reason in self.parts():
-            text += part
+        parts = [part async for part in self.parts()]
+        text, reason = "".join(text for text, _ in parts), parts[-1][1]
         content = (
             {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         )

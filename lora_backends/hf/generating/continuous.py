@@ -231,8 +231,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             self._release([request_id])
             if isinstance(error, queue.Full):
                 raise InvalidInputError(
-                    f"request {request_id!r} found the queue full for 10 seconds\n"
-                    f"  to do: raise max_queue_size of the ContinuousBatchingConfig, or add it later"
+                    f"the queue was full for 10 seconds\n  to do: raise max_queue_size, or add later"
                 ) from error
             raise
         if added is None:
