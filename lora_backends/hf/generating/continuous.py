@@ -231,7 +231,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             self._release([request_id])
             if isinstance(error, queue.Full):
                 raise InvalidInputError(
-                    f"the queue was full for 10 seconds\n  to do: raise max_queue_size, or add later"
+                    "the queue was full for 10 s\n  to do: raise max_queue_size, or add it later"
                 ) from error
             raise
         if added is None:
