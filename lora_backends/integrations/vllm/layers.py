@@ -145,6 +145,27 @@ def follow(module: Any, set_ranks: Callable[[int, Any], None]) -> None:
     module.set_lora, module.reset_lora = set_lora_and_ranks, reset_lora_and_ranks
 
 
+def check_factors(module: Any) -> AdoptedLayer:
+    """Return the layer of a LoRA module of vLLM, which has room for output scales and a bias.
+
+    Raises:
+        UnsupportedInputError: it has none.
+    """
+    layer: AdoptedLayer = module.lora_backends_layers[0]
+    backend = layer.wrapper.tokens.backend
+    if layer.b is None or features.OUTPUT_SCALES not in backend.features:
+        raise UnsupportedInputError(
+            f"DoRA and lora_bias cannot run here\n  given: backend {backend.name!r}, "
+            f"{type(module).__name__}\n  to do: choose another backend"
+        )
+    if layer.b.output_scales is None and layer.wrapper.captures_graphs:
+        raise UnsupportedInputError(
+            f"DoRA and lora_bias need room in the captured CUDA graphs\n"
+            f"  to do: set {VLLM_FACTORS_VARIABLE}=1, or pass enforce_eager=True to vLLM"
+        )
+    return layer
+
+
 def set_factors(module: Any, slot: int, piece: int | None, factors: Any) -> None:
     """Write an adapter's output scales and bias of one module into a slot of its layer.
 
@@ -157,19 +178,7 @@ def set_factors(module: Any, slot: int, piece: int | None, factors: Any) -> None
     Raises:
         UnsupportedInputError: the layer has no room for them.
     """
-    layer: AdoptedLayer = module.lora_backends_layers[0]
-    backend = layer.wrapper.tokens.backend
-    b = layer.b
-    if b is None or features.OUTPUT_SCALES not in backend.features:
-        raise UnsupportedInputError(
-            f"DoRA and lora_bias cannot run here\n  given: backend {backend.name!r}, "
-            f"{type(module).__name__}\n  to do: choose another backend"
-        )
-    if b.output_scales is None and layer.wrapper.captures_graphs:
-        raise UnsupportedInputError(
-            f"DoRA and lora_bias need room in the captured CUDA graphs\n"
-            f"  to do: set {VLLM_FACTORS_VARIABLE}=1, or pass enforce_eager=True to vLLM"
-        )
+    layer = check_factors(module)
     layer.make_factors()
     assert layer.b is not None
     row = getattr(module, "tp_size", 1) > 1 and hasattr(module.base_layer, "input_is_parallel")

@@ -40,9 +40,11 @@ def activate() -> None:
     # them, a program that calls vLLM's operators is never loaded for a run that calls ours.
     envs.environment_variables[VLLM_VARIABLE] = _hashed_setting
     from lora_backends.integrations.vllm.adapters import blends, invocations
+    from lora_backends.integrations.vllm.live import core
 
     blends.register_resolver()
     invocations.follow_hashes()
+    core.follow()
     logger().info(
         "lora_backends %s takes over LoRA of vLLM %s: %s=%s",
         version("lora-backends"),

@@ -15,6 +15,7 @@ from lora_backends.errors import LoRABackendError
 from lora_backends.integrations.vllm.adapters import blends
 from lora_backends.integrations.vllm.adapters.load import check, extras_of, load, needs_our_reader
 from lora_backends.integrations.vllm.layers import set_factors
+from lora_backends.integrations.vllm.live.worker import found
 from lora_backends.integrations.vllm.methods import replace
 
 
@@ -31,7 +32,10 @@ def follow() -> None:
 
 
 def _load_adapter(original: Callable[..., Any], worker: Any, request: Any) -> Any:
-    """Load an adapter by vLLM, by our reader, or as a blend of others."""
+    """Load an adapter from memory, by vLLM, by our reader, or as a blend of others."""
+    live = found(worker, request)
+    if live is not None:
+        return live
     terms = blends.terms_of(request.lora_path)
     lora = _read(original, worker, request) if terms is None else _blend(worker, request, terms)
     known = worker.__dict__.setdefault("lora_backends_requests", {})

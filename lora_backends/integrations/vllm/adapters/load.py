@@ -82,6 +82,7 @@ def load(
     adapter_id: int,
     source: Path = Path("<memory>"),
     is_3d: bool = False,
+    by_our_reader: bool = False,
 ) -> Any:
     """Return an adapter as `LoRAModelManager.add_adapter` takes it, on the host.
 
@@ -95,6 +96,7 @@ def load(
         adapter_id: of the adapter in vLLM.
         source: of the tensors, for errors.
         is_3d: whether experts are stacked, as `LoRARequest.is_3d_lora_weight` says.
+        by_our_reader: whether plain LoRA takes our reader too, which checks shapes and values.
 
     Returns:
         vLLM's `LoRAModel`, its `Extras` with it.
@@ -107,7 +109,7 @@ def load(
     """
     manager = worker._adapter_manager
     targets = Targets(manager)
-    if not needs_our_reader(config):
+    if not (by_our_reader or needs_our_reader(config)):
         lora = _by_vllm(config, tensors, worker, targets, adapter_id)
     else:
         lora = _Loading(worker, targets, source).read(config, tensors, adapter_id)
