@@ -192,9 +192,17 @@ def _keys(
     return rest or None, place
 
 
-@lru_cache(maxsize=4096)
+live_invocations: dict[str, tuple[int, ...]] = {}
+"""Of live adapters, which have no folder, by their path."""
+
+
 def invocation_at(path: str) -> tuple[int, ...]:
-    """Return the invocation tokens of the adapter in a folder, () where it has none."""
+    """Return the invocation tokens of an adapter by its path, () where it has none."""
+    return live_invocations[path] if path in live_invocations else _invocation_of_folder(path)
+
+
+@lru_cache(maxsize=4096)
+def _invocation_of_folder(path: str) -> tuple[int, ...]:
     from vllm.lora.utils import get_adapter_absolute_path
 
     from lora_backends.integrations.vllm.adapters.blends import terms_of

@@ -13,8 +13,9 @@ from importlib import import_module
 from typing import Any
 
 from lora_backends.errors import InvalidInputError, LoRABackendError, UnsupportedInputError, shown
+from lora_backends.integrations.vllm.adapters.invocations import live_invocations
 from lora_backends.integrations.vllm.live import worker
-from lora_backends.integrations.vllm.live.messages import METHOD, SCHEME, checked, failure
+from lora_backends.integrations.vllm.live.messages import METHOD, SCHEME, checked, config_of, failure
 from lora_backends.integrations.vllm.live.held import Hold, Version, Versions, numbers, request_name
 from lora_backends.integrations.vllm.methods import replace
 
@@ -72,6 +73,8 @@ def _answer(core: Any, action: str = "", name: str = "", *more: Any) -> dict[str
     unused = state.take_unused()
     if unused:
         _ask_workers(core, "drop", [version.id for version in unused])
+        for version in unused:
+            live_invocations.pop(version.request.lora_path, None)
     held = state.held()
     return {
         "versions": {each: numbers(versions) for each, versions in held.items()},
@@ -108,16 +111,11 @@ def _update(
         raise
     _ask_workers(core, "commit", id_)  # moves what is there: nothing in it can fail
     internal = request_name(name, number, id_)
-    state.put(
-        name,
-        Version(
-            number=number,
-            id=id_,
-            request=LoRARequest(internal, id_, SCHEME + internal),
-            num_bytes=sum(each["bytes"] for each in found),
-        ),
-        keep,
-    )
+    request = LoRARequest(internal, id_, SCHEME + internal)
+    invocation = config_of(config).get("alora_invocation_tokens") or ()
+    live_invocations[request.lora_path] = tuple(map(int, invocation))
+    size = sum(each["bytes"] for each in found)
+    state.put(name, Version(number, id_, request, size), keep)
 
 
 def _ask_workers(core: Any, action: str, *args: Any) -> list[dict[str, Any]]:
@@ -164,7 +162,8 @@ def _preprocess(original: Callable[..., Any], core: Any, request: Any, *args: An
         return original(core, request, *args)
     request.lora_request = version.request
     result = original(core, request, *args)
-    version.users.add(result[0])
+    with state.lock:
+        version.users.add(result[0])
     return result
 
 

@@ -27,7 +27,6 @@ class Version:
     id: int
     request: Any  # the `LoRARequest` by which vLLM runs it; its name and path are like no other
     num_bytes: int  # on the host, of all workers
-    invocation: tuple[int, ...] = ()  # aLoRA
     users: WeakSet[Any] = field(default_factory=WeakSet)  # requests, while vLLM holds them
 
     @property
