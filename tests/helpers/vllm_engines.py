@@ -1,5 +1,6 @@
 """Prompts, adapters and real engines of vLLM for the tests of the plug-in."""
 
+import json
 import os
 import sys
 import warnings
@@ -117,6 +118,14 @@ def save_adapter(folder, base, seed, **options):
                 parameter.data.copy_(0.15 * change)
         model.save_pretrained(folder, save_embedding_layers=False)
     return folder
+
+
+def live_version(folder):
+    """Return the tensors and the configuration of a PEFT folder, as `live.update` takes them."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return load_file(folder / "adapter_model.safetensors"), config
 
 
 def allow_a_second_engine():
