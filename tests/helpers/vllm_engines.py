@@ -64,6 +64,8 @@ KINDS = {  # that vLLM's own loader refuses, or version 0.30 gets wrong
     ),
 }
 BOTH = [None, "all", "some", "uneven", "ends", "bias", "pissa", "tokens"]
+LIVE = {"plain": ["all", "dora"], "sharded": ["all", "uneven"]}
+"""Adapters that are versions of a live one, on two processes."""
 PARALLEL = {"plain": [*BOTH[1:], "dora"], "sharded": BOTH}  # adapters of the rows of two processes
 PROMPTS = [[(13 * row + 7 * i * i + i) % (VOCAB - 8) + 4 for i in range(40)] for row in range(8)]
 

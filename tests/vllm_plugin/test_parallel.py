@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.vllm_engines import PARALLEL, PROMPTS
+from helpers.vllm_engines import LIVE, PARALLEL, PROMPTS
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,19 @@ def test_two_processes_answer_as_peft_does(output, peft_tokens, kind):
     found = [line for line in output.splitlines() if line.startswith(kind)]
     rows = zip(PROMPTS, PARALLEL[kind], strict=True)
     assert found == [f"{kind} {peft_tokens(prompt, name, 6)}" for prompt, name in rows]
+
+
+@pytest.mark.parametrize("kind", LIVE)
+def test_two_processes_take_versions_from_memory_and_cut_their_parts(output, peft_tokens, kind):
+    found = [line for line in output.splitlines() if line.startswith(f"live {kind}")]
+    wanted = [peft_tokens(PROMPTS[0], name, 6) for name in LIVE[kind]]
+    assert found == [f"live {kind} {tokens} {{'alice': [0, 1]}}" for tokens in wanted]
+
+
+def test_two_processes_refuse_a_version_together(output):
+    refused = [line for line in output.splitlines() if line.startswith("live refused")]
+    assert len(refused) == 2
+    assert all("does not fit the base model" in line for line in refused)
 
 
 def test_dora_is_refused_where_other_processes_add_to_a_row(output):

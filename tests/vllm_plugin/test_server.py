@@ -11,6 +11,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from helpers.vllm_engines import live_version
+
+from lora_backends.errors import BackendUnavailableError, InvalidInputError
+from lora_backends.integrations.vllm import live
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 ANSWERS = {  # what PEFT answers in float32, as the README shows it
@@ -44,6 +48,7 @@ class Server:
             **os.environ,
             "LORA_BACKENDS_VLLM": "auto",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for live adapters
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         }
         self.log = log
@@ -117,6 +122,26 @@ def test_the_name_of_a_model_may_give_adapters_strengths(server):
     with pytest.raises(urllib.error.HTTPError):  # clients may not name folders of the server
         server.chat(f"{ADAPTERS / 'pirate'}*1")
     assert "no adapter 'pirat' for the blend; did you mean 'pirate'?" in server.log.read_text()
+
+
+def test_an_adapter_is_updated_through_http(server):
+    url = f"http://127.0.0.1:{server.port}"
+    live.update(url, "alice", *live_version(ADAPTERS / "pirate"), version=1)
+    server.get("/v1/load_lora_adapter", {"lora_name": "alice", "lora_path": "live:alice"})
+    assert server.chat("alice") == ANSWERS["pirate"]
+    tensors, config = live_version(ADAPTERS / "json")
+    live.update(url, "alice", tensors, config, version=2)
+    assert server.chat("alice") == ANSWERS["json"]
+    assert live.versions(url) == {"alice": [1, 2]}
+    with pytest.raises(InvalidInputError, match="has a version 2"):
+        live.update(url, "alice", tensors, config, version=2)
+    live.rollback(url, "alice", version=1)
+    assert server.chat("alice") == ANSWERS["pirate"]
+    with pytest.raises(urllib.error.HTTPError):  # which fails alone
+        server.get("/v1/load_lora_adapter", {"lora_name": "bob", "lora_path": "live:bob"})
+    with pytest.raises(BackendUnavailableError, match="VLLM_SERVER_DEV_MODE"):
+        live.versions(f"{url}/nothing")
+    assert server.chat("base") == ANSWERS["base"]
 
 
 def test_the_log_says_what_runs(server):
