@@ -206,7 +206,9 @@ async def generate(
         temperature=0, max_tokens=length, min_tokens=length, ignore_eos=True,
         detokenize=False, logprobs=logprobs,
     )  # fmt: skip
-    async for out in engine.generate({"prompt_token_ids": prompt}, sampling, name, lora_request=lora):
+    async for out in engine.generate(
+        {"prompt_token_ids": prompt}, sampling, name, lora_request=lora
+    ):
         yield out
 
 
@@ -217,9 +219,7 @@ async def answers_of(
     from lora_backends.integrations.vllm import live
 
     for index, tensors in enumerate(sets):
-        await live.update(
-            engine, "reference", tensors, config(RANK), version=index, keep=len(sets)
-        )
+        await live.update(engine, "reference", tensors, config(RANK), version=index, keep=len(sets))
     draw, prompts, answers = random.Random(1), list[list[int]](), {}
     while len(prompts) < PROMPTS:
         prompt = [draw.randrange(VOCAB) for _ in range(40)]

@@ -1,5 +1,6 @@
 """Adapters that change in a real engine, from memory, while requests run."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from lora_backends.errors import (
     UnsupportedInputError,
 )
 from lora_backends.integrations.vllm import live
+from lora_backends.integrations.vllm.live import messages
 
 LONG = 12
 
@@ -146,9 +148,7 @@ def without(tensors, part):
 
 
 def reshaped(tensors, key, width):
-    return {
-        k: v[..., :width] if key in k and "lora_A" in k else v for k, v in tensors.items()
-    }
+    return {k: v[..., :width] if key in k and "lora_A" in k else v for k, v in tensors.items()}
 
 
 def with_value(tensors, value):
@@ -156,19 +156,21 @@ def with_value(tensors, value):
     return {**tensors, first: torch.full_like(tensors[first], value)}
 
 
+Q = "self_attn.q_proj"
+INVALID = InvalidInputError
 BAD = {
-    "a version that exists": (dict(version=1), {}, InvalidInputError, "has a version 1"),
-    "no number": (dict(version="new"), {}, InvalidInputError, "a number"),
-    "nothing kept": (dict(keep=0), {}, InvalidInputError, "at least 1"),
-    "no tensors": (dict(tensors={}), {}, InvalidInputError, "dict of tensors"),
-    "no configuration": (dict(config=None), {}, InvalidInputError, "configuration"),
-    "half of a pair": (lambda t: without(t, "0.self_attn.q_proj.lora_A"), {}, InvalidInputError, "lora_A"),
-    "no q_proj": (lambda t: without(t, "1.self_attn.q_proj"), {}, InvalidInputError, "layers.1.self_attn.q_proj"),
-    "a shape": (lambda t: reshaped(t, "down_proj", 191), {}, InvalidInputError, "191"),
-    "a rank": ({}, dict(r=4), InvalidInputError, "rank 4"),
+    "a version that exists": (dict(version=1), {}, INVALID, "has a version 1"),
+    "no number": (dict(version="new"), {}, INVALID, "a number"),
+    "nothing kept": (dict(keep=0), {}, INVALID, "at least 1"),
+    "no tensors": (dict(tensors={}), {}, INVALID, "dict of tensors"),
+    "no configuration": (dict(config=None), {}, INVALID, "configuration"),
+    "half of a pair": (lambda t: without(t, f"0.{Q}.lora_A"), {}, INVALID, "lora_A"),
+    "no q_proj": (lambda t: without(t, f"1.{Q}"), {}, INVALID, f"layers.1.{Q}"),
+    "a shape": (lambda t: reshaped(t, "down_proj", 191), {}, INVALID, "191"),
+    "a rank": ({}, dict(r=4), INVALID, "rank 4"),
     "too high a rank": ({}, dict(rank_pattern={"q_proj": 16}), LoRABackendError, "16"),
-    "nan": (lambda t: with_value(t, float("nan")), {}, InvalidInputError, "NaN or infinity"),
-    "infinity": (lambda t: with_value(t, float("inf")), {}, InvalidInputError, "NaN or infinity"),
+    "nan": (lambda t: with_value(t, float("nan")), {}, INVALID, "NaN or infinity"),
+    "infinity": (lambda t: with_value(t, float("inf")), {}, INVALID, "NaN or infinity"),
     "another method": ({}, dict(peft_type="LOHA"), UnsupportedInputError, "LOHA"),
 }  # fmt: skip
 
@@ -283,3 +285,13 @@ def test_tensors_are_copied(engine, adapters, peft_tokens):
     live.remove(engine.llm, "copied")
     assert found == peft_tokens(PROMPTS[0], "all", 6)
 
+
+def test_a_configuration_of_peft_is_what_peft_saves(tmp_path):
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules={"q_proj", "v_proj"}, task_type="CAUSAL_LM")
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    sent = messages.config_of(messages.config_text(config))
+    assert sorted(sent.pop("target_modules")) == sorted(saved.pop("target_modules"))
+    assert {key: sent[key] for key in saved} == saved

@@ -15,8 +15,14 @@ from typing import Any
 from lora_backends.errors import InvalidInputError, LoRABackendError, UnsupportedInputError, shown
 from lora_backends.integrations.vllm.adapters.invocations import live_invocations
 from lora_backends.integrations.vllm.live import worker
-from lora_backends.integrations.vllm.live.messages import METHOD, SCHEME, checked, config_of, failure
 from lora_backends.integrations.vllm.live.held import Hold, Version, Versions, numbers, request_name
+from lora_backends.integrations.vllm.live.messages import (
+    METHOD,
+    SCHEME,
+    checked,
+    config_of,
+    failure,
+)
 from lora_backends.integrations.vllm.methods import replace
 
 CORE = "vllm.v1.engine.core"

@@ -42,7 +42,9 @@ class Versions:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # held while a request takes a version, and while one is dropped
+        self.lock = (
+            threading.Lock()
+        )  # held while a request takes a version, and while one is dropped
         self._held: dict[str, list[Version]] = {}  # by name; the last one is the current
         self._keep: dict[str, int] = {}  # versions of a name that are kept without requests
         self._removed: list[Version] = []  # which requests still use

@@ -1,7 +1,7 @@
 """What an engine's client, its core and its workers tell each other about live adapters.
 
-All of it is strings, numbers, bytes and dicts of them: vLLM pickles nothing between processes unless
-it is told to, and its HTTP route takes JSON.
+All of it is strings, numbers, bytes and dicts of them: vLLM pickles nothing between processes by
+default, and its HTTP route takes JSON.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def config_of(text: str) -> dict[str, Any]:
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """Return an error as an answer: an exception that a worker raises leaves vLLM's queues uneven."""
+    """Return an error as an answer: after a worker raises, vLLM leaves other answers unread."""
     if isinstance(error, LoRABackendError):
         return {"error": {"type": type(error).__name__, "message": str(error)}}
     name = InvalidInputError if isinstance(error, ValueError) else LoRABackendError

@@ -16,6 +16,7 @@ from lora_backends.integrations.vllm.live.messages import (
     failure,
     unpacked,
 )
+from lora_backends.integrations.vllm.plans import Plans
 
 WORKER = "vllm.v1.worker.worker_base"
 
@@ -72,15 +73,13 @@ def _answer(worker: Any, action: str, *args: Any) -> dict[str, Any]:
 
 
 def _manager(worker: Any) -> Any:
-    from lora_backends.integrations.vllm.wrapper import BackendWrapper
-
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is None:
         raise UnsupportedInputError(
             "live adapters do not run here\n  given: an engine without enable_lora"
         )
     wrappers = manager._adapter_manager.punica_wrapper_mapping.values()
-    if not all(isinstance(wrapper, BackendWrapper) for wrapper in wrappers):
+    if not all(isinstance(getattr(wrapper, "tokens", None), Plans) for wrapper in wrappers):
         raise BackendUnavailableError(
             f"the engine runs without the plug-in\n"
             f"  to do: set {VLLM_VARIABLE} before the engine is built"
