@@ -19,11 +19,11 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-for name, value in SETTINGS.items():
-    os.environ.setdefault(name, value)
+for setting, value in SETTINGS.items():
+    os.environ.setdefault(setting, value)
 
-import torch
-from measuring import Measurement, Options, Result, Row
+import torch  # noqa: E402  # vLLM reads the settings when it is imported
+from measuring import Measurement, Options, Result, Row  # noqa: E402
 
 NAMES = ("alice", "bob")
 CLIENTS, SETS, PROMPTS, LENGTH, RANK = 8, 7, 4, 24, 8
@@ -33,13 +33,13 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 SMALL = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 METHOD = (
-    f"Under load: AsyncLLM, its core in a process of its own, serves a random Llama of 2 layers in "
-    f"float32. {CLIENTS} clients ask for 1 to {LENGTH} greedy tokens of one of two live adapters, one "
-    f"request after another; a tenth names a version. Meanwhile the adapters take versions in turns; "
-    f"version v has the tensors of set v mod {SETS}. Before every tenth update one fails (a wrong "
+    f"Under load: AsyncLLM, its core in a process of its own, serves a random Llama of 2 layers "
+    f"in float32. {CLIENTS} clients ask for 1 to {LENGTH} greedy tokens of one of two live "
+    f"adapters, one request after another; a tenth names a version. Meanwhile the adapters take "
+    f"versions in turns; version v has the tensors of set v mod {SETS}. Before every tenth update one fails (a wrong "
     f"shape, a missing tensor, NaN, or a version that exists). An answer is wrong where it is not, "
-    f"from its first to its last token, the one of a single version that was current between the "
-    f"request's sending and its first token. Alone: an idle engine of SmolLM2's shape, adapters on "
+    f"from its first to its last token, the one of a single version that was current between "
+    f"the request's sending and its first token. Alone: an idle engine of SmolLM2's shape, adapters on "
     f"all linear layers. Seconds are of live.update, from tensors of the caller to the answer that "
     f"all workers have the version."
 )
@@ -151,6 +151,7 @@ class Load:
         self.is_done = True
 
     def bad(self, turn: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return an adapter that has to be refused, and its configuration."""
         tensors, first = dict(self.sets[0]), next(iter(self.sets[0]))
         if turn % 4 == 0:
             tensors[first] = tensors[first][:, :-1]
@@ -229,7 +230,7 @@ async def answers_of(
             async for out in generate(engine, prompt, LENGTH, lora, f"r{draw.random()}", 2):
                 last = out.outputs[0]
             found.append(list(last.token_ids))
-            for token, every in zip(last.token_ids, last.logprobs, strict=True):
+            for every in last.logprobs:
                 best = sorted((each.logprob for each in every.values()), reverse=True)
                 gaps.append(best[0] - best[1])
         if min(gaps) > GAP and len({row[0] for row in found}) == len(sets):

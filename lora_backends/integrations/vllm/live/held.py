@@ -1,4 +1,4 @@
-"""The versions of an engine's live adapters: which one a new request takes, and which are in use."""
+"""The versions of an engine's live adapters: the one that new requests take, those in use."""
 
 from __future__ import annotations
 
