@@ -299,6 +299,7 @@ def measure(options: Options, result: Result) -> Iterator[Row]:
         "requests_of_one_possible_version": load.under_one,
         "requests_that_outlived_their_version": load.across,
         "wrong_or_lost": len(load.wrong),
+        "load_average_of_the_machine": [round(each, 1) for each in os.getloadavg()],
         "versions_held_at_the_end": {name: len(each) for name, each in memory.items()},
     }
     yield row("under load", size, load.seconds)
