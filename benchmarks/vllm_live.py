@@ -36,12 +36,12 @@ METHOD = (
     f"Under load: AsyncLLM, its core in a process of its own, serves a random Llama of 2 layers "
     f"in float32. {CLIENTS} clients ask for 1 to {LENGTH} greedy tokens of one of two live "
     f"adapters, one request after another; a tenth names a version. Meanwhile the adapters take "
-    f"versions in turns; version v has the tensors of set v mod {SETS}. Before every tenth update one fails (a wrong "
-    f"shape, a missing tensor, NaN, or a version that exists). An answer is wrong where it is not, "
-    f"from its first to its last token, the one of a single version that was current between "
-    f"the request's sending and its first token. Alone: an idle engine of SmolLM2's shape, adapters on "
-    f"all linear layers. Seconds are of live.update, from tensors of the caller to the answer that "
-    f"all workers have the version."
+    f"versions in turns; version v has the tensors of set v mod {SETS}. Before every tenth update "
+    f"one fails (a wrong shape, a missing tensor, NaN, or a version that exists). An answer is "
+    f"wrong where it is not, from its first to its last token, the one of a single version that "
+    f"was current between the request's sending and its first token. Alone: an idle engine of "
+    f"SmolLM2's shape, adapters on all linear layers. Seconds are of live.update, from tensors of "
+    f"the caller to the answer that all workers have the version."
 )
 
 

@@ -110,6 +110,18 @@ NAMES = {
         "_gen_lora_extra_hash_keys(request)",
         "generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)",
     ],
+    "v1/engine/core.py": [
+        "EngineCore.add_lora(lora_request)",
+        "EngineCore.collective_rpc(method, timeout, args, kwargs)",
+        "EngineCore.model_executor",
+        "EngineCore.preprocess_add_request(request)",
+    ],
+    "v1/engine/llm_engine.py": [
+        "LLMEngine.abort_request(request_ids)",
+        "LLMEngine.add_request(request_id)",
+        "LLMEngine.collective_rpc(method, args)",
+    ],
+    "v1/request.py": ["Request.is_finished()", "Request.request_id"],
     "v1/spec_decode/llm_base_proposer.py": ["SpecDecodeBaseProposer.load_model()"],
     "v1/worker/cpu_worker.py": ["CPUWorker.determine_available_memory()"],
     "v1/worker/gpu/input_batch.py": [
@@ -136,8 +148,13 @@ NAMES = {
         "GPUModelRunner._preprocess(scheduler_output)",
         "group_and_batch_mm_kwargs",
     ],
+<<<<<<< HEAD
     "v1/worker/gpu_worker.py": ["Worker.determine_available_memory()"],
+=======
+    "v1/worker/worker_base.py": ["WorkerBase"],
+>>>>>>> 0e417a2 (Live LoRA of experts by vLLM's loader, with checks of its own; names that live adapters rely on)
     "v1/worker/lora_model_runner_mixin.py": [
+        "LoRAModelRunnerMixin.lora_manager",
         "LoRAModelRunnerMixin.set_active_loras(input_batch, num_scheduled_tokens, "
         "num_sampled_tokens)",
         "LoRAModelRunnerMixin._set_active_loras()",

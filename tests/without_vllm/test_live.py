@@ -148,3 +148,46 @@ def test_samples_of_one_request_take_one_version(state):
 def test_an_engine_is_asked_for():
     with pytest.raises(InvalidInputError, match=r"given: int(.|\n)*AsyncLLM"):
         live.versions(3)
+
+
+def experts_layer(tp_size=1):
+    from types import SimpleNamespace
+
+    return SimpleNamespace(  # 4 experts, hidden 8, 6 inner columns of this process, rank up to 3
+        tp_size=tp_size,
+        w13_lora_a_stacked=(torch.zeros(2, 4, 3, 8),) * 2,
+        w13_lora_b_stacked=(torch.zeros(2, 4, 6, 3),) * 2,
+        w2_lora_a_stacked=(torch.zeros(2, 4, 3, 6),),
+        w2_lora_b_stacked=(torch.zeros(2, 4, 8, 3),),
+    )
+
+
+def experts_weights(count=4, inner=6, hidden=8):
+    from types import SimpleNamespace
+
+    gate = torch.zeros(count, 2, hidden), torch.zeros(count, inner, 2)
+    down = torch.zeros(count, 2, inner), torch.zeros(count, hidden, 2)
+    a, b = zip(gate, down, gate, strict=True)
+    return SimpleNamespace(lora_a=list(a), lora_b=list(b))
+
+
+def test_experts_fit_their_layer():
+    from lora_backends.integrations.vllm.live.reading import _check_experts
+
+    _check_experts(experts_layer(), experts_weights(), "mlp.experts", "memory")
+    _check_experts(experts_layer(), experts_weights(count=1), "mlp.experts", "memory")
+    _check_experts(experts_layer(2), experts_weights(inner=12), "mlp.experts", "memory")
+    for other in (dict(inner=12), dict(inner=5), dict(hidden=7), dict(count=3)):
+        with pytest.raises(InvalidInputError, match="'mlp.experts' does not fit the base model"):
+            _check_experts(experts_layer(), experts_weights(**other), "mlp.experts", "memory")
+
+
+def test_modules_are_packed_once():
+    from types import SimpleNamespace
+
+    from lora_backends.integrations.vllm.live.reading import pack_once
+
+    calls = []
+    for lora in (SimpleNamespace(), SimpleNamespace(lora_backends_packed=True)):
+        pack_once(lambda _, lora: calls.append(lora), None, lora)
+    assert len(calls) == 1

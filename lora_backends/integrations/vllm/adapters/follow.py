@@ -15,6 +15,7 @@ from lora_backends.errors import LoRABackendError
 from lora_backends.integrations.vllm.adapters import blends
 from lora_backends.integrations.vllm.adapters.load import check, extras_of, load, needs_our_reader
 from lora_backends.integrations.vllm.layers import set_factors
+from lora_backends.integrations.vllm.live.reading import pack_once
 from lora_backends.integrations.vllm.live.worker import found
 from lora_backends.integrations.vllm.methods import replace
 
@@ -28,7 +29,9 @@ def follow() -> None:
     worker = "vllm.lora.worker_manager"
     replace(worker, "WorkerLoRAManager", "_load_adapter", _load_adapter)
     replace(worker, "WorkerLoRAManager", "set_active_adapters", _in_order)
-    replace("vllm.lora.model_manager", "LoRAModelManager", "activate_adapter", _activate)
+    manager = "vllm.lora.model_manager", "LoRAModelManager"
+    replace(*manager, "activate_adapter", _activate)
+    replace(*manager, "_create_merged_loras_inplace", pack_once)
 
 
 def _load_adapter(original: Callable[..., Any], worker: Any, request: Any) -> Any:

@@ -137,6 +137,17 @@ def check(worker: Any, lora: Any, source: Path) -> None:
             getattr(manager, name)(lora)
 
 
+def check_shapes(checkpoint: Checkpoint, worker: Any, source: Path) -> None:
+    """Refuse LoRA of another base model, where the layers' whole widths are known.
+
+    Raises:
+        InvalidInputError: a module of the adapter has other widths than its layer.
+    """
+    loading = _Loading(worker, Targets(worker._adapter_manager), source)
+    for path, delta in checkpoint.modules.items():
+        loading._check(delta, loading.targets.name_of(path))
+
+
 def _by_vllm(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],

@@ -201,4 +201,5 @@ def _add_lora(original: Callable[..., Any], core: Any, request: Any) -> Any:
     """Let vLLM's server take the name of a live adapter, whose tensors the workers have."""
     if _versions(core).asked_for(request.lora_name, request.lora_path) is not None:
         return True
+    _check_blend(_versions(core), request)
     return original(core, request)

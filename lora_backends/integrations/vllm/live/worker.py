@@ -58,7 +58,7 @@ def found(manager: Any, request: Any) -> Any:
 
 
 def _answer(worker: Any, action: str, *args: Any) -> dict[str, Any]:
-    """Do one step of an update. Errors are answers: one that is raised would unsettle vLLM."""
+    """Do one step of an update. Errors are answers: see `failure`."""
     try:
         manager = _manager(worker)
         if action == "prepare":
