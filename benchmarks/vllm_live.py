@@ -37,7 +37,7 @@ METHOD = (
     f"in float32. {CLIENTS} clients ask for 1 to {LENGTH} greedy tokens of one of two live "
     f"adapters, one request after another; a tenth names a version. Meanwhile the adapters take "
     f"versions in turns; version v has the tensors of set v mod {SETS}. Before every tenth update "
-    f"one fails (a wrong shape, a missing tensor, NaN, or a version that exists). An answer is "
+    f"one fails (a wrong shape, a missing tensor, NaN, or another rank). An answer is "
     f"wrong where it is not, from its first to its last token, the one of a single version that "
     f"was current between the request's sending and its first token. Alone: an idle engine of "
     f"SmolLM2's shape, adapters on all linear layers. Seconds are of live.update, from tensors of "
