@@ -155,7 +155,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt tools/save_smollm2.py
 test-vllm: $(VLLM_STAMP)  ## the plug-in inside the real vLLM, two versions of it
 	@echo "vLLM $(VLLM_NEW)" && $(VLLM_PYTEST) tests/vllm_plugin
 	@echo "vLLM $(VLLM_OLD)" && PYTHONPATH=$(VLLM)/vllm-$(VLLM_OLD) $(VLLM_PYTEST) \
-		$(addprefix tests/vllm_plugin/test_,plugin.py wrapper.py experts.py inputs.py loading.py engine.py kinds.py)
+		$(addprefix tests/vllm_plugin/test_,plugin.py wrapper.py experts.py inputs.py loading.py engine.py kinds.py live.py)
 
 lint: $(STAMP)  ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .

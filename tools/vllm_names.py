@@ -148,11 +148,8 @@ NAMES = {
         "GPUModelRunner._preprocess(scheduler_output)",
         "group_and_batch_mm_kwargs",
     ],
-<<<<<<< HEAD
     "v1/worker/gpu_worker.py": ["Worker.determine_available_memory()"],
-=======
     "v1/worker/worker_base.py": ["WorkerBase"],
->>>>>>> 0e417a2 (Live LoRA of experts by vLLM's loader, with checks of its own; names that live adapters rely on)
     "v1/worker/lora_model_runner_mixin.py": [
         "LoRAModelRunnerMixin.lora_manager",
         "LoRAModelRunnerMixin.set_active_loras(input_batch, num_scheduled_tokens, "
