@@ -1,5 +1,6 @@
 """Adapters that change in a real engine, from memory, while requests run."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -274,6 +275,27 @@ def test_an_engine_without_the_plug_in_is_refused(make_engine, adapters):
         live.update(engine.llm, "alice", *live_version(adapters["all"]), version=1)
     with pytest.raises(InvalidInputError, match="AsyncLLM"):
         live.versions(object())
+
+
+class Awaited:
+    """As an AsyncLLM answers."""
+
+    asked = ()
+
+    async def collective_rpc(self, method, args):
+        self.asked = (method, *args)
+        return [{"versions": {"alice": [1]}, "bytes": {"alice": {"1": 8}}}]
+
+
+def test_an_engine_that_is_awaited_gives_an_awaitable(engine):
+    other = Awaited()
+    assert asyncio.run(live.versions(other)) == {"alice": [1]}
+    assert asyncio.run(live.memory(other)) == {"alice": {1: 8}}
+    asyncio.run(live.update(other, "alice", {"a": torch.ones(1)}, {"r": 1}, version=2))
+    method, action, name, version, keep, config, data = other.asked
+    assert (method, action, name, version, keep) == (messages.METHOD, "update", "alice", 2, 2)
+    assert messages.config_of(config) == {"r": 1}
+    assert messages.unpacked(data)["a"].tolist() == [1]
 
 
 def test_tensors_are_copied(engine, adapters, peft_tokens):
