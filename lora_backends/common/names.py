@@ -13,3 +13,6 @@ VLLM_VARIABLE = ENV_PREFIX + "VLLM"
 """The environment variable that wakes the plug-in for vLLM: "auto", or the name of a backend."""
 VLLM_FACTORS_VARIABLE = ENV_PREFIX + "VLLM_FACTORS"
 """The environment variable that makes room for DoRA and lora_bias in vLLM's CUDA graphs: "1"."""
+
+SGLANG_VARIABLE = ENV_PREFIX + "SGLANG"
+"""The same for SGLang."""

@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from lora_backends.experts import ExpertWeights
+from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm.layers import as_stored, follow
-from lora_backends.integrations.vllm.plans import Plans
 
 _SITES: WeakValueDictionary[int, ExpertWeights] = WeakValueDictionary()
 """The weights of one slice of one product, by the address of its A."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from lora_backends.errors import InvalidInputError
+from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm.methods import FIRST, SECOND, lacking, replace, replaced_on
-from lora_backends.integrations.vllm.plans import Plans
 
 TOWER, CONNECTOR = "TOWER", "CONNECTOR"
 """vLLM's names for the two parts of an encoder, each with a wrapper of its own."""

@@ -15,9 +15,9 @@ import torch
 from lora_backends.common.devices import is_capturing
 from lora_backends.dispatch.tracing import is_traced
 from lora_backends.errors import InvalidInputError
+from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm import inputs
 from lora_backends.integrations.vllm.layers import AdoptedLayer, as_stored, find
-from lora_backends.integrations.vllm.plans import Plans
 
 NAMESPACE = "lora_backends_vllm"
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from lora_backends.common.names import AUTO, VLLM_VARIABLE
+from lora_backends.common.names import VLLM_VARIABLE
 from lora_backends.errors import BackendUnavailableError, UnsupportedInputError
-from lora_backends.selection.registry import backend_class, backend_names
+from lora_backends.integrations import asked
 
 OLDEST = (0, 26)
 """The first version of vLLM whose interface for LoRA the wrapper implements."""
@@ -60,10 +60,7 @@ def backend_asked_for() -> str:
     Raises:
         BackendUnavailableError: no backend of that name is registered.
     """
-    name = os.environ.get(VLLM_VARIABLE, "")
-    if name != AUTO and name not in backend_names():
-        backend_class(name)  # its error lists the registered names
-    return name
+    return asked.backend_asked_for(VLLM_VARIABLE)
 
 
 def check_version(installed: str) -> None:

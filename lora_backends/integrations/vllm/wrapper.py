@@ -17,6 +17,7 @@ from lora_backends import features
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.common.names import VLLM_FACTORS_VARIABLE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm import (
     experts,
     inputs,
@@ -29,7 +30,6 @@ from lora_backends.integrations.vllm import (
 from lora_backends.integrations.vllm.adapters import follow as adapters
 from lora_backends.integrations.vllm.adapters import invocations
 from lora_backends.integrations.vllm.operation import run
-from lora_backends.integrations.vllm.plans import Plans
 from lora_backends.selection.choice import get_backend
 
 NEEDED = frozenset({features.CAPACITY, features.SLICE_TENSORS})

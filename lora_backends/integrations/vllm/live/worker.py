@@ -16,7 +16,7 @@ from lora_backends.integrations.vllm.live.messages import (
     failure,
     unpacked,
 )
-from lora_backends.integrations.vllm.plans import Plans
+from lora_backends.integrations.plans import Plans
 
 WORKER = "vllm.v1.worker.worker_base"
 

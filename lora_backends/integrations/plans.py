@@ -27,7 +27,7 @@ class _Room:
 class Plans:
     """Plans with room, one for each power of two of rows on a GPU, a single one on a CPU.
 
-    vLLM pads x to the size of a captured graph without telling, so a plan is chosen by the rows
+    Engines pad x to the size of a captured graph without telling, so a plan is chosen by the rows
     of x. Backends choose tile sizes when a plan is made: a plan per power of two fits them to the
     rows. A new batch refills the captured plans at once, before a graph can be replayed, and each
     other plan when it is next used. Nothing waits for the device.
@@ -38,15 +38,23 @@ class Plans:
         capacity: rows at most.
         compilation: vLLM's settings, which name the rows of the graphs that it captures; None
             where they are not known, so that any rows may be captured.
+        grows: whether more rows than `capacity` get a plan, too.
     """
 
     def __init__(
-        self, backend: LoRABackend, num_slots: int, capacity: int, compilation: Any = None
+        self,
+        backend: LoRABackend,
+        num_slots: int,
+        capacity: int,
+        compilation: Any = None,
+        *,
+        grows: bool = False,
     ) -> None:
         self.backend = backend
         self.num_slots = num_slots
         self._compilation = compilation
         self.most_rows = capacity
+        self._grows = grows
         self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
         self.forget()
 
@@ -88,8 +96,8 @@ class Plans:
         """
         if not self._is_announced and is_capturing(self.backend.device):
             raise UnsupportedInputError(
-                "a CUDA graph captures LoRA layers for which vLLM has announced no batch yet\n"
-                "  to do: set cudagraph_mm_encoder to false if the layers are those of an encoder"
+                "a CUDA graph captures LoRA layers whose batch the engine has not announced\n"
+                "  to do: set vLLM's cudagraph_mm_encoder to false if the layers are an encoder's"
             )
         return self._is_idle
 
@@ -120,12 +128,14 @@ class Plans:
             self._take([self._every] * rows)
             if rows > self._rooms[-1].capacity:  # an encoder may pad its rows
                 self._rooms.append(_Room(rows))
+        if self._grows and rows > self._rooms[-1].capacity:
+            self._rooms.append(_Room(1 << (rows - 1).bit_length()))
         for room in self._rooms:
             if room.capacity >= rows:
                 break
         if not self.num_rows <= rows <= room.capacity:
             raise InvalidInputError(
-                f"x does not fit the batch that vLLM has announced\n  given: {rows} rows\n"
+                f"x does not fit the batch that the engine has announced\n  given: {rows} rows\n"
                 f"  allowed: {self.num_rows} to {self._rooms[-1].capacity} rows"
             )
         if is_capturing(self.backend.device):
@@ -138,12 +148,14 @@ class Plans:
         if not self.backend.cuda_graphs:
             raise UnsupportedInputError(
                 f"a CUDA graph cannot capture backend {self.backend.name!r}\n"
-                f"  to do: choose another backend, or pass enforce_eager=True to vLLM"
+                f"  to do: choose another backend, or capture none: --enforce-eager of vLLM, "
+                f"--disable-cuda-graph of SGLang"
             )
         if not room.is_current:  # a copy from the host would be replayed with old values
             raise UnsupportedInputError(
                 f"a CUDA graph captures {room.capacity} rows before they have run outside of one\n"
-                f"  to do: let vLLM warm up before it captures: cudagraph_num_of_warmups >= 1"
+                f"  to do: let the engine warm up before it captures: vLLM's "
+                f"cudagraph_num_of_warmups >= 1"
             )
         room.is_captured = True
 

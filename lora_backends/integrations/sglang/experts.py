@@ -1,0 +1,128 @@
+"""SGLang's LoRA of a mixture's experts, on `run_experts`.
+
+SGLang's runners call two hooks per layer: one on the sums of gate and up, before the activation,
+and one on those of the second product, before they are added up over a token's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lora_backends.experts import ExpertWeights
+from lora_backends.integrations.plans import Plans
+from lora_backends.integrations.sglang.backend import BackendForSGLang
+
+
+@dataclass(eq=False)
+class ExpertLoRA:
+    """Both sites of a mixture's layer. SGLang hands it from the layer to `build_lora_hooks`."""
+
+    backend: BackendForSGLang
+    first: ExpertWeights  # gate and up, or a single slice where there is no gate
+    second: ExpertWeights
+
+
+def not_supported_reason(module: Any) -> str:
+    """Return why a `FusedMoEWithLoRA` cannot run on this library; "" if it can."""
+    runner = getattr(module, "_lora_runner_backend", None)
+    known = runner is not None and (runner.is_triton() or runner.is_marlin())
+    if known and hasattr(module, "_lora_runner"):
+        return ""
+    return f"experts of the runner {getattr(runner, 'value', runner)} have no hooks for LoRA"
+
+
+def lora_info(original: Callable[..., Any], module: Any) -> Any:
+    """Return a layer's weights in place of SGLang's description of them and of the batch."""
+    backend = module.lora_backend
+    if not isinstance(backend, BackendForSGLang):
+        return original(module)
+    found = getattr(module, "lora_backends_experts", None)
+    if found is None or found.first.lora_b is not module.gate_up_lora_b_weights:
+        found = module.lora_backends_experts = _adopted(module, backend)
+    return found
+
+
+def build_hooks(original: Callable[..., Any], hidden_states: Any, info: Any, topk_ids: Any) -> Any:
+    """Return the hooks of a layer for the batch that SGLang has announced."""
+    if not isinstance(info, ExpertLoRA):
+        return original(hidden_states, info, topk_ids)
+    from sglang.srt.lora.lora_moe_runners import LoRAHooks
+
+    plans = info.backend.tokens
+    if info.backend.adds_nothing():
+        return LoRAHooks()
+
+    def after_gate_up(
+        x: torch.Tensor, y: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> None:
+        info.backend.check_rows(topk_ids.shape[0])
+        routing = _routing(plans, info.first, topk_ids, topk_weights)
+        plans.backend.run_experts(x, info.first, routing, y.view(*topk_ids.shape, y.shape[-1]))
+
+    def after_down(
+        x: torch.Tensor, y: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> None:
+        routing = _routing(plans, info.second, topk_ids, topk_weights)
+        y = y.view(*topk_ids.shape, y.shape[-1])
+        x = x.view(-1, x.shape[-1])
+        plans.backend.run_experts(x, info.second, routing, y, rows="pairs", weighted=True)
+
+    return LoRAHooks(after_gate_up=after_gate_up, after_down=after_down)
+
+
+def _adopted(module: Any, backend: BackendForSGLang) -> ExpertLoRA:
+    first_a, first_b = module.gate_up_lora_a_weights, module.gate_up_lora_b_weights
+    second_a, second_b = module.down_lora_a_weights, module.down_lora_b_weights
+    # shared outer matrices have one expert, the others one per expert of this process
+    num_experts = max(first_a.shape[1], first_b.shape[1])
+    interleaved = bool(getattr(module, "_uses_interleaved_gate_up", False))
+    return ExpertLoRA(
+        backend,
+        _weights(backend, first_a, first_b, num_experts, interleaved),
+        _weights(backend, second_a, second_b, num_experts, False),
+    )
+
+
+def _weights(
+    backend: BackendForSGLang,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    num_experts: int,
+    interleaved: bool,
+) -> ExpertWeights:
+    """Return views of the stacks of one site; SGLang has folded the scaling into B.
+
+    Args:
+        backend: holds the ranks.
+        a: [slots, experts or 1, num_slices * max_rank, in_features].
+        b: [slots, experts or 1, out_features, max_rank].
+        num_experts: of this process.
+        interleaved: whether columns of gate and up alternate.
+    """
+    max_rank = b.shape[-1]
+    num_slices = a.shape[2] // max_rank
+    ranks, ones = backend.numbers.of_experts(num_slices)
+    return ExpertWeights(
+        lora_a=a.view(*a.shape[:2], num_slices, max_rank, a.shape[3]),
+        lora_b=b,
+        ranks=ranks,
+        scalings=ones,
+        output_slices=(b.shape[2] // num_slices,) * num_slices,
+        num_experts=num_experts,
+        interleaved=interleaved and num_slices > 1,
+    )
+
+
+def _routing(
+    plans: Plans, site: ExpertWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+) -> Any:
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        topk_ids = topk_ids.to(torch.int64)
+    plan = plans.of(topk_ids.shape[0])
+    return plans.backend.prepare_experts(
+        plan, topk_ids, topk_weights.to(torch.float32), site.num_experts
+    )

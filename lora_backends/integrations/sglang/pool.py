@@ -1,0 +1,110 @@
+"""SGLang's memory pool: rows of A are spread after each load, so that a slot is laid out as here.
+
+SGLang packs the slices of a fused layer by the adapter's rank: slice s of rank r begins at row
+``s * r`` of the slot. This library has a slice begin at ``s * max_rank``. Experts are laid out so
+by SGLang itself. Rows beyond a rank may hold an earlier adapter's values; they are never read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lora_backends.common.names import SGLANG_VARIABLE
+from lora_backends.errors import UnsupportedInputError
+from lora_backends.integrations.sglang import experts
+from lora_backends.integrations.sglang.backend import BackendForSGLang
+
+KNOWN = frozenset(
+    f"{name}WithLoRA"
+    for name in (
+        "ColumnParallelLinear",
+        "FusedMoE",
+        "InklingQKVRLinear",
+        "MergedColumnParallelLinear",
+        "ParallelLMHead",
+        "QKVParallelLinear",
+        "ReplicatedLinear",
+        "RowParallelLinear",
+        "VocabParallelEmbedding",
+    )
+)
+"""SGLang's LoRA layers that call nothing but what the backend here answers."""
+
+REFUSED_TARGETS = ("kv_b_proj",)
+"""Multi-head latent attention absorbs this layer, and SGLang's own kernels correct it."""
+
+
+def adopt_after(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Adopt the pool that a `LoRAManager` has made, where it runs on this library's backend."""
+    made = original(manager, *args, **kwargs)
+    if isinstance(manager.lora_backend, BackendForSGLang):
+        adopt(manager)
+    return made
+
+
+def adopt(manager: Any) -> None:
+    """Check the layers that have LoRA, and spread rows after each load into the pool.
+
+    Raises:
+        UnsupportedInputError: a layer that this library's backend does not run.
+    """
+    for modules in manager.lora_modules:
+        for name, module in modules.items():
+            _check_module(name, module)
+    pool = manager.memory_pool
+    load = pool.load_lora_weight_to_buffer
+
+    @functools.wraps(load)
+    def load_and_spread(uid: Any, buffer_id: int, adapter: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = load(uid, buffer_id, adapter, *args, **kwargs)
+        if uid is not None:
+            spread_slot(pool, buffer_id, adapter.config.r)
+        return loaded
+
+    pool.load_lora_weight_to_buffer = load_and_spread
+    manager.lora_backend.adopt(pool)
+
+
+def spread_slot(pool: Any, slot: int, rank: int) -> None:
+    """Move the slices of every A in a slot from rows ``s * rank`` to ``s * max_rank``.
+
+    It runs on the stream that SGLang loads on.
+    """
+    if rank == pool.max_lora_rank:
+        return
+    for stacks in pool.A_buffer.values():
+        for stack in stacks:
+            if stack is not None and stack.dim() == 3:  # else experts'
+                spread(stack[slot], rank, pool.max_lora_rank)
+
+
+def spread(rows: torch.Tensor, rank: int, max_rank: int) -> None:
+    """Move slices in place, the last one first, which no other one's rows overlap from then on.
+
+    Args:
+        rows: [num_slices * max_rank, in_features]; slice s begins at row ``s * rank``.
+        rank: of each slice.
+        max_rank: rows that each slice gets.
+    """
+    for s in range(rows.shape[0] // max_rank - 1, 0, -1):
+        # a copy: source and target overlap where the rank is above half of max_rank
+        rows[s * max_rank : s * max_rank + rank] = rows[s * rank : (s + 1) * rank].clone()
+
+
+def _check_module(name: str, module: Any) -> None:
+    kind = type(module).__name__
+    reason = "" if kind in KNOWN else f"its class {kind} is not known"
+    if name.rsplit(".", 1)[-1] in REFUSED_TARGETS:
+        reason = "SGLang's own kernels correct the attention for it"
+    if kind == "FusedMoEWithLoRA":
+        reason = experts.not_supported_reason(module)
+    if reason:
+        raise UnsupportedInputError(
+            f"the plug-in for SGLang cannot run LoRA on a layer\n"
+            f"  given: {name}: {reason}\n"
+            f"  to do: leave it out of --lora-target-modules, or unset {SGLANG_VARIABLE}"
+        )
