@@ -182,9 +182,7 @@ def test_a_graph_captured_before_any_batch_is_refused(wrapper, x, monkeypatch):
     new.add_lora_linear(*args)
     assert y.eq(1).all()
     monkeypatch.setattr(plans, "is_capturing", lambda device: True)
-    with pytest.raises(
-        UnsupportedInputError, match="has not announced(.|\n)*cudagraph_mm_encoder"
-    ):
+    with pytest.raises(UnsupportedInputError, match="has not announced(.|\n)*cudagraph_mm_encoder"):
         new.add_lora_linear(*args)
     new.update_metadata(mapping([0] * len(IDS)), INDEX_TO_ID, SLOTS + 1, 100)
     new.add_lora_linear(*args)

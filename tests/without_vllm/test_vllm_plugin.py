@@ -15,9 +15,9 @@ from lora_backends import (
     get_backend,
 )
 from lora_backends.common.names import VLLM_VARIABLE
+from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm import operation
 from lora_backends.integrations.vllm.layers import adopt, true_ranks
-from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm.plugin import backend_asked_for, check_settings, check_version
 
 

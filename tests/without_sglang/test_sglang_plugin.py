@@ -1,0 +1,62 @@
+"""The plug-in for SGLang, as far as it goes without SGLang: `make test-sglang` tests it inside."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+
+import pytest
+
+from lora_backends import BackendUnavailableError, UnsupportedInputError
+from lora_backends.common.names import SGLANG_VARIABLE
+from lora_backends.integrations.sglang.plugin import check_settings, check_version
+
+
+def test_the_plugin_sleeps_until_it_is_asked_for(monkeypatch):
+    monkeypatch.delenv(SGLANG_VARIABLE, raising=False)
+    (entry,) = entry_points(group="sglang.srt.plugins", name="lora_backends")
+    module, _, function = entry.value.partition(":")
+    code = f"import sys; from {module} import {function} as f; f(); f()\n"
+    code += "print(sorted({'torch', 'numpy', 'sglang', 'numba'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.16.post1", "0.5.23rc1", "0.6.0", "1.0.0"])
+def test_versions_from_the_oldest_on_are_taken(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.5.15.post1", "0.4.10", "0.5", "dev"])
+def test_older_versions_are_refused_by_their_number(version):
+    with pytest.raises(BackendUnavailableError) as error:
+        check_version(version)
+    assert f"given: SGLang {version}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("enable_dp_attention", True),
+        ("enable_two_batch_overlap", True),
+        ("enable_pdmux", True),
+        ("enable_attn_tp_input_scattered", True),
+        ("enable_layernorm_sp", True),
+        ("enable_prefill_cp", True),
+        ("enable_torch_compile", True),
+        ("attn_cp_size", 2),
+        ("moe_a2a_backend", "deepep"),
+        ("moe_runner_backend", "lora_triton"),
+    ],
+)
+def test_settings_under_which_rows_would_be_wrong_are_refused(setting, value):
+    check_settings(None)
+    check_settings(SimpleNamespace(moe_a2a_backend="none", moe_runner_backend="auto"))
+    with pytest.raises(UnsupportedInputError, match=f"given: {setting}"):
+        check_settings(SimpleNamespace(**{setting: value}))
+
+
+def test_an_experiment_of_sglang_that_replaces_its_layers_is_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_EXPERIMENTAL_LORA_OPTI", "1")
+    with pytest.raises(UnsupportedInputError, match="SGLANG_EXPERIMENTAL_LORA_OPTI"):
+        check_settings(None)
