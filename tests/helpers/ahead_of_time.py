@@ -43,6 +43,8 @@ BLOCKS = {  # of TMA
     "x_tma": ("BLOCK_T", "BLOCK_K"),
     "w_tma": ("BLOCK_C", "BLOCK_K"),
 }
+REPLACED = "triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()"
+"""SGLang does so in its processes: a kernel that called it would not compile there."""
 KEEP_FREED_MEMORY = (
     "glibc.malloc.tcache_count=2000:glibc.malloc.trim_threshold=1073741824:"
     "glibc.malloc.top_pad=67108864"
@@ -105,8 +107,8 @@ BASES = [  # rows, columns, and whether there is a bias
 def compiled_by_a_process(target, cache):
     """Return the output of a process of its own: one that runs the interpreter cannot compile."""
     names = ("ahead_of_time", "experts_ahead_of_time", "backward_ahead_of_time")
-    imports = f"from helpers import {', '.join(names)}"
-    code = "; ".join([imports, *(f"{name}.main()" for name in names)])
+    imports = f"import triton; from helpers import {', '.join(names)}"
+    code = "; ".join([imports, REPLACED, *(f"{name}.main()" for name in names)])
     tests = Path(__file__).parents[1]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {

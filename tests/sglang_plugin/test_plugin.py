@@ -105,10 +105,3 @@ def test_what_runs_on_another_backend_is_left_alone():
     adapter._normalize_weights()
     assert not hasattr(adapter, "scaling")
 
-
-def test_sglangs_processes_replace_a_function_of_triton_and_kernels_still_compile():
-    import triton
-    from helpers import ahead_of_time
-
-    assert triton.next_power_of_2.__module__.startswith("sglang")
-    assert ahead_of_time
