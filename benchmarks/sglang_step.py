@@ -272,11 +272,10 @@ def measure(arguments: Options, result: Result, folder: Path) -> Iterator[Row]:
             save_adapter(place, shape, arguments.rank, index, dtype)
         adapters[f"adapter{index}"] = str(place)
     options = engine_options(arguments, model)
-    processes = {}
-    for name in arguments.engines:
-        print(f"building the engine {name!r} ...", flush=True)
-        processes[name] = Process(name, options, adapters)
-        processes[name].answer()
+    print("building the engines ...", flush=True)
+    processes = {name: Process(name, options, adapters) for name in arguments.engines}
+    for name, process in processes.items():
+        print(f"engine {name!r} is {process.answer()}", flush=True)
     yield from _timed(processes, arguments)
     prompts = [[(31 * row + 7 * i * i + i) % 31000 for i in range(64)] for row in range(8)]
     names = [f"adapter{row % arguments.adapters}" for row in range(len(prompts))]

@@ -105,3 +105,16 @@ def test_what_runs_on_another_backend_is_left_alone():
     adapter._normalize_weights()
     assert not hasattr(adapter, "scaling")
 
+
+
+def test_this_version_has_every_name_that_the_plugin_relies_on(capsys):
+    from pathlib import Path
+
+    import sglang
+    import sglang_names
+
+    folder = Path(sglang.__file__).parents[1]
+    assert sglang_names.main([str(folder)]) == 0, capsys.readouterr().out
+    relied = {name for names in sglang_names.RELIED.values() for name in names}
+    for _, owner, name, _ in wrapping.WRAPPED:
+        assert f"{owner}.{name}".lstrip(".") in relied

@@ -60,3 +60,16 @@ def test_an_experiment_of_sglang_that_replaces_its_layers_is_refused(monkeypatch
     monkeypatch.setenv("SGLANG_EXPERIMENTAL_LORA_OPTI", "1")
     with pytest.raises(UnsupportedInputError, match="SGLANG_EXPERIMENTAL_LORA_OPTI"):
         check_settings(None)
+
+
+def test_names_that_a_version_lacks_are_told(tmp_path, capsys):
+    import sglang_names
+
+    file = tmp_path / "sglang/srt/lora/utils.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def generate_sequence_lengths(forward_batch): pass\n")
+    assert sglang_names.main([str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "utils.py: generate_sequence_lengths(device)\n" in printed
+    assert "utils.py: get_lm_head_pruned_lens\n" in printed
+    assert "lora.py: LoRAAdapter._normalize_weights\n" in printed
