@@ -234,7 +234,7 @@ def engine_options(arguments: Options, model: Path) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "disable_radix_cache": True,
-        "mem_fraction_static": 0.9 if ON_GPU else 0.3,
+        "mem_fraction_static": 0.9 if ON_GPU else 0.6,  # of what is free
         "max_running_requests": max(16, most),
         "chunked_prefill_size": max(arguments.prefill, 1024),
         "max_prefill_tokens": max(arguments.prefill, 1024),

@@ -131,7 +131,7 @@ class Engine:
             attention_backend="torch_native",
             sampling_backend="pytorch",
             grammar_backend="none",
-            mem_fraction_static=0.3,
+            mem_fraction_static=0.6,  # of what is free
             max_total_tokens=8192,
             max_running_requests=16,
             disable_cuda_graph=True,

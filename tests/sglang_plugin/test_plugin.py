@@ -106,7 +106,6 @@ def test_what_runs_on_another_backend_is_left_alone():
     assert not hasattr(adapter, "scaling")
 
 
-
 def test_this_version_has_every_name_that_the_plugin_relies_on(capsys):
     from pathlib import Path
 

@@ -37,7 +37,7 @@ def pool():
     for name in ("embedding_A", "embedding_B", "lm_head_A", "lm_head_B", "new_embeddings"):
         setattr(made, f"{name}_buffer", {})
     seen = []
-    backend = SimpleNamespace(adopt=seen.append)
+    backend = SimpleNamespace(adopt=lambda pool, modules: seen.append(pool))
     of_plugin.adopt(SimpleNamespace(lora_modules=[], memory_pool=made, lora_backend=backend))
     assert seen == [made]
     return made

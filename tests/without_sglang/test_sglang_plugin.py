@@ -9,7 +9,7 @@ import pytest
 
 from lora_backends import BackendUnavailableError, UnsupportedInputError
 from lora_backends.common.names import SGLANG_VARIABLE
-from lora_backends.integrations.sglang.plugin import check_settings, check_version
+from lora_backends.integrations.sglang.settings import check_settings, check_version
 
 
 def test_the_plugin_sleeps_until_it_is_asked_for(monkeypatch):

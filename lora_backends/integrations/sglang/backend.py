@@ -19,8 +19,9 @@ from lora_backends.common.names import SGLANG_VARIABLE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.integrations.asked import backend_asked_for
 from lora_backends.integrations.plans import Plans
+from lora_backends.integrations.sglang.fusing import Fused
 from lora_backends.integrations.sglang.numbers import Numbers
-from lora_backends.integrations.sglang.plugin import check_settings, logger
+from lora_backends.integrations.sglang.settings import check_settings, logger
 from lora_backends.selection.choice import get_backend
 from lora_backends.weights import LoRAWeights
 
@@ -97,17 +98,24 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         # live as long as the pool
         self._pool: Any = None
         self._is_for_graph = False  # whether the batch may be captured, or replayed
+        self._is_capturing = False  # whether it is one that SGLang makes up to capture
         # where SGLang sums h over processes between the halves
         sums_h = not hasattr(BaseLoRABackend, "forward_with_base")
         self._defers = not sums_h or getattr(server_args, "tp_size", 1) == 1
+        self._fused = Fused(self)
+        self._fuses = self._defers and not getattr(
+            server_args, "enable_deterministic_inference", False
+        )
         logger().info("LoRA runs on backend %r on %s", backend.name, backend.device)
 
     # Batches
 
-    def adopt(self, pool: Any) -> None:
-        """Take the memory pool whose stacks the layers have from now on."""
+    def adopt(self, pool: Any, modules: Sequence[Any] = ()) -> None:
+        """Take the memory pool whose stacks the LoRA layers have from now on."""
         self._pool = pool
         self._weights.clear()
+        if self._fuses and self.tokens.multiplies_bases:
+            self._fused.adopt(list(modules))
 
     def init_cuda_graph_batch_info(self, *args: Any, **kwargs: Any) -> None:
         """Allocate nothing: plans have room."""
@@ -149,7 +157,8 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         requests = self._slots(forward_batch.lora_ids, weight_indices, lora_ranks)
         lengths = generate_sequence_lengths(forward_batch, device="cpu").tolist()
         rows = _repeated(requests, lengths)
-        if self._is_for_graph and _is_capturing_shapes():
+        self._is_capturing = self._is_for_graph and _is_capturing_shapes()
+        if self._is_capturing:
             # SGLang captures without adapters, but tile sizes have to fit batches with all of them
             rows = [row % self.max_loras_per_batch for row in range(len(rows))]
         is_prefill = forward_batch.forward_mode.is_extend() and not decodes
@@ -305,6 +314,28 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         """Return whether no row has an adapter, and no graph has to keep the kernels."""
         return self.tokens.is_idle and not self._is_for_graph
 
+    def keeps_kernels(self) -> bool:
+        """Return whether SGLang captures graphs now, or warms up for them."""
+        return self._is_for_graph and self._is_capturing
+
+    def run_with_base(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offsets: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Return a base product with its LoRA; None where SGLang has to multiply."""
+        if x.ndim != 2:
+            return None
+        self.check_rows(x.shape[0])
+        plain = weight.data, None if bias is None else bias.data  # classes that load weights
+        plans, layer = self.tokens, self._layer(a, b, offsets)
+        y: torch.Tensor | None = plans.backend.run_with_base(x, *plain, layer, plans.of(x.shape[0]))  # type: ignore[attr-defined]
+        return y
+
     def check_rows(self, rows: int) -> None:
         """Refuse rows that are not those of the batch; only graphs pad them.
 
@@ -323,6 +354,8 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         y: torch.Tensor,
         head: HeadRows | None = None,
     ) -> torch.Tensor:
+        if self._fused.takes(y):
+            return y
         plans = self._plans(head, x.shape[0])
         if plans.is_idle and (head is not None or not self._is_for_graph):
             return y

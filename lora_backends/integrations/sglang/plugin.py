@@ -1,20 +1,16 @@
-"""Waking up: which SGLang and which settings are supported, and where this library steps in."""
+"""Waking up: where this library steps in."""
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 from lora_backends.common.names import SGLANG_VARIABLE
-from lora_backends.errors import BackendUnavailableError, UnsupportedInputError
+from lora_backends.errors import UnsupportedInputError
 from lora_backends.integrations.asked import backend_asked_for
-
-OLDEST = (0, 5, 16)
-"""The first version of SGLang whose interface for LoRA the plug-in knows."""
+from lora_backends.integrations.sglang.settings import check_version, logger
 
 REPLACED = ("csgmv", "triton", "torch_native")
 """The values of ``--lora-backend``, of which SGLang's default is one, that this library answers."""
@@ -45,78 +41,6 @@ def activate() -> None:
         made = supported.get(name)
         if made is not None and not hasattr(made, "replaced"):
             lora_registry.register_lora_backend(name)(_refusing(name, made))
-
-
-def check_version(installed: str) -> None:
-    """Refuse an SGLang whose interface is another one.
-
-    Raises:
-        BackendUnavailableError: it is too old, or its version cannot be read.
-    """
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", installed)
-    if match is None or tuple(map(int, match.groups())) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise BackendUnavailableError(
-            f"this version of SGLang is not supported\n  given: SGLang {installed}\n"
-            f"  allowed: {oldest} or newer\n"
-            f"  to do: install sglang>={oldest}, or unset {SGLANG_VARIABLE}"
-        )
-
-
-def check_settings(arguments: Any) -> None:
-    """Refuse settings under which LoRA layers get other rows than those that SGLang announces.
-
-    Args:
-        arguments: SGLang's `ServerArgs`, or None.
-
-    Raises:
-        UnsupportedInputError: such a setting, or one that runs the experts' LoRA elsewhere.
-    """
-    refused = [name for name, is_set in _settings(arguments) if is_set]
-    if refused:
-        raise UnsupportedInputError(
-            f"the plug-in for SGLang does not run under these settings\n"
-            f"  given: {', '.join(refused)}\n"
-            f"  to do: do without them, or unset {SGLANG_VARIABLE}"
-        )
-
-
-def _settings(arguments: Any) -> list[tuple[str, bool]]:
-    def value(name: str, default: Any = None) -> Any:
-        return getattr(arguments, name, default)  # which a version may lack
-
-    switches = (
-        "enable_dp_attention",  # tokens of several processes
-        "enable_two_batch_overlap",  # half a batch at a time
-        "enable_pdmux",  # two batches at once
-        "enable_attn_tp_input_scattered",  # a part of the tokens
-        "enable_layernorm_sp",
-        "enable_prefill_cp",
-        "enable_torch_compile",  # tracing would keep the first batch's plan
-    )
-    found = [(name, bool(value(name, False))) for name in switches]
-    found.append(("attn_cp_size above 1", (value("attn_cp_size", 1) or 1) > 1))
-    exchange = value("moe_a2a_backend") or "none"
-    found.append((f"moe_a2a_backend={exchange}", exchange != "none"))
-    runner = str(value("moe_runner_backend") or "auto")
-    found.append((f"moe_runner_backend={runner}", runner.startswith(("lora", "experimental"))))
-    experimental = os.environ.get("SGLANG_EXPERIMENTAL_LORA_OPTI", "").lower()
-    found.append(("SGLANG_EXPERIMENTAL_LORA_OPTI", experimental in ("1", "true", "yes", "y")))
-    return found
-
-
-def lacking(module: str, name: str) -> UnsupportedInputError:
-    """Return the error for a version of SGLang without a name that the plug-in needs."""
-    return UnsupportedInputError(
-        f"this version of SGLang lacks a name that the plug-in wraps\n"
-        f"  given: {module} without {name}\n"
-        f"  to do: install a version of SGLang that is tested, or unset {SGLANG_VARIABLE}"
-    )
-
-
-def logger() -> logging.Logger:
-    """Return the plug-in's logger; SGLang configures the root logger."""
-    return logging.getLogger("sglang.lora_backends")
 
 
 def _factory(replaced: Callable[[], Any]) -> Callable[[], Any]:

@@ -66,7 +66,12 @@ def adopt(manager: Any) -> None:
         return loaded
 
     pool.load_lora_weight_to_buffer = load_and_spread
-    manager.lora_backend.adopt(pool)
+    manager.lora_backend.adopt(pool, modules_of(manager))
+
+
+def modules_of(manager: Any) -> list[Any]:
+    """Return the LoRA layers of a manager's model, without embedding and head."""
+    return [module for modules in manager.lora_modules for module in modules.values()]
 
 
 def spread_slot(pool: Any, slot: int, rank: int) -> None:

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from lora_backends.integrations.sglang import adapters, experts, pool
-from lora_backends.integrations.sglang.plugin import lacking
+from lora_backends.integrations.sglang.settings import lacking
 
 WRAPPED: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("sglang.srt.lora.lora_manager", "LoRAManager", "init_memory_pool", pool.adopt_after),
