@@ -137,3 +137,5 @@ def test_runners_without_hooks_are_refused(runner, is_known):
     module = SimpleNamespace(_lora_runner_backend=kinds, _lora_runner=None)
     reason = experts.not_supported_reason(module)
     assert reason == "" if is_known else runner in reason
+    module.moe_runner_config = SimpleNamespace(apply_router_weight_on_input=True)
+    assert "router" in experts.not_supported_reason(module)

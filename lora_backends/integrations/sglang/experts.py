@@ -30,6 +30,9 @@ def not_supported_reason(module: Any) -> str:
     """Return why a `FusedMoEWithLoRA` cannot run on this library; "" if it can."""
     runner = getattr(module, "_lora_runner_backend", None)
     known = runner is not None and (runner.is_triton() or runner.is_marlin())
+    config = getattr(module, "moe_runner_config", None)
+    if getattr(config, "apply_router_weight_on_input", False):
+        return "the router weights the experts' input"
     if known and hasattr(module, "_lora_runner"):
         return ""
     return f"experts of the runner {getattr(runner, 'value', runner)} have no hooks for LoRA"
@@ -55,19 +58,25 @@ def build_hooks(original: Callable[..., Any], hidden_states: Any, info: Any, top
     plans = info.backend.tokens
     if info.backend.adds_nothing():
         return LoRAHooks()
+    found: list[Any] = []  # the routing of the first product, which the second one has, too
+
+    def routing_of(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Any:
+        if not found or found[0] is not topk_ids:
+            routing = _routing(plans, info.first.num_experts, topk_ids, topk_weights)
+            found[:] = topk_ids, routing
+        return found[1]
 
     def after_gate_up(
         x: torch.Tensor, y: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> None:
         info.backend.check_rows(topk_ids.shape[0])
-        routing = _routing(plans, info.first, topk_ids, topk_weights)
-        plans.backend.run_experts(x, info.first, routing, y.view(*topk_ids.shape, y.shape[-1]))
+        routing, y = routing_of(topk_ids, topk_weights), y.view(*topk_ids.shape, y.shape[-1])
+        plans.backend.run_experts(x, info.first, routing, y)
 
     def after_down(
         x: torch.Tensor, y: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> None:
-        routing = _routing(plans, info.second, topk_ids, topk_weights)
-        y = y.view(*topk_ids.shape, y.shape[-1])
+        routing, y = routing_of(topk_ids, topk_weights), y.view(*topk_ids.shape, y.shape[-1])
         x = x.view(-1, x.shape[-1])
         plans.backend.run_experts(x, info.second, routing, y, rows="pairs", weighted=True)
 
@@ -118,11 +127,11 @@ def _weights(
 
 
 def _routing(
-    plans: Plans, site: ExpertWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    plans: Plans, num_experts: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> Any:
     if topk_ids.dtype not in (torch.int32, torch.int64):
         topk_ids = topk_ids.to(torch.int64)
     plan = plans.of(topk_ids.shape[0])
     return plans.backend.prepare_experts(
-        plan, topk_ids, topk_weights.to(torch.float32), site.num_experts
+        plan, topk_ids, topk_weights.to(torch.float32), num_experts
     )
