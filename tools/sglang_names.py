@@ -66,7 +66,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "LoRAHooks.after_gate_up": (),
         "LoRAHooks.after_down": (),
     },
-    "sglang/srt/model_executor/runner/__init__.py": {"get_is_capture_mode": ()},
+    "sglang/srt/model_executor/runner_utils/capture_mode.py": {"is_capture_mode": ()},
 }
 """By file: names, and the parameters that each must have."""
 

@@ -246,6 +246,23 @@ def test_graphs_keep_the_kernels_although_they_are_captured_without_adapters(on_
     assert captured.refills[-1] == [-1] * 3, "no adapter, also where all rows are base rows"
 
 
+def test_a_batch_that_is_served_while_graphs_are_captured_keeps_its_adapters(on_gpu):
+    on_gpu.state.shapes = True
+    announce(on_gpu.backend, decode(["c", None]), use_decode_cuda_graph=True)
+    on_gpu.run(2)
+    assert on_gpu.recorder.runs == [(2, [2, -1])]
+
+
+def test_sglang_tells_when_it_captures(backend, monkeypatch):
+    from sglang.srt.model_executor.runner_utils import capture_mode
+
+    assert not of_plugin._is_capturing_shapes()
+    with capture_mode.model_capture_mode():
+        assert of_plugin._is_capturing_shapes()
+    monkeypatch.setattr(capture_mode, "is_in_breakable_cuda_graph", lambda: True)
+    assert capture_mode.get_is_capture_mode() and not of_plugin._is_capturing_shapes()
+
+
 def test_a_prefill_leaves_the_plans_of_decode_graphs_alone(on_gpu):
     state, backend = on_gpu.state, on_gpu.backend
     announce(backend, decode(["a"] * 8), use_decode_cuda_graph=True)

@@ -157,7 +157,8 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         requests = self._slots(forward_batch.lora_ids, weight_indices, lora_ranks)
         lengths = generate_sequence_lengths(forward_batch, device="cpu").tolist()
         rows = _repeated(requests, lengths)
-        self._is_capturing = self._is_for_graph and _is_capturing_shapes()
+        made_up = self._is_for_graph and not any(id_ is not None for id_ in forward_batch.lora_ids)
+        self._is_capturing = made_up and _is_capturing_shapes()
         if self._is_capturing:
             # SGLang captures without adapters, but tile sizes have to fit batches with all of them
             rows = [row % self.max_loras_per_batch for row in range(len(rows))]
@@ -447,10 +448,13 @@ def _other_rows(given: int, allowed: int) -> InvalidInputError:
 
 
 def _is_capturing_shapes() -> bool:
-    """Return whether SGLang captures graphs now, or warms up for them, without requests."""
-    from sglang.srt.model_executor.runner import get_is_capture_mode
+    """Return whether SGLang captures graphs now, or warms up for them, without requests.
 
-    if get_is_capture_mode():
+    Its own function also holds inside a graph of prefills that breaks, where batches are served.
+    """
+    from sglang.srt.model_executor.runner_utils import capture_mode
+
+    if capture_mode.is_capture_mode:
         return True
     try:
         from sglang.srt.runtime_context import get_flags
