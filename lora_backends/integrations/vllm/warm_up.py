@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm import experts, operation, plugin
 from lora_backends.integrations.vllm.layers import AdoptedLayer
 from lora_backends.integrations.vllm.methods import replace
-from lora_backends.integrations.plans import Plans
 
 PROGRESS = 10.0
 """Seconds between lines of progress in the log."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from lora_backends.common.names import VLLM_VARIABLE
 from lora_backends.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
+from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm.live.messages import (
     METHOD,
     SCHEME,
@@ -16,7 +17,6 @@ from lora_backends.integrations.vllm.live.messages import (
     failure,
     unpacked,
 )
-from lora_backends.integrations.plans import Plans
 
 WORKER = "vllm.v1.worker.worker_base"
 
