@@ -97,7 +97,7 @@ class Plans:
         if not self._is_announced and is_capturing(self.backend.device):
             raise UnsupportedInputError(
                 "a CUDA graph captures LoRA layers whose batch the engine has not announced\n"
-                "  to do: set vLLM's cudagraph_mm_encoder to false if the layers are an encoder's"
+                "  to do: capture no graph of an encoder (vLLM: cudagraph_mm_encoder=false)"
             )
         return self._is_idle
 

@@ -173,7 +173,7 @@ def test_an_adapter_is_right_after_sleep_has_discarded_all_memory(wrapper, x):
 
 def test_a_graph_captured_before_any_batch_is_refused(wrapper, x, monkeypatch):
     from lora_backends import UnsupportedInputError
-    from lora_backends.integrations.vllm import plans
+    from lora_backends.integrations import plans
 
     new = type(wrapper)(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
     module = make_module(new)
