@@ -236,6 +236,17 @@ def test_a_part_is_loaded_again_as_it_was_asked_for(monkeypatch):
     assert [request.is_3d_lora_weight for request in seen] == [True]
 
 
+def test_an_invocation_in_a_pooling_model_is_refused():
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm.adapters.load import load
+
+    path = "model.layers.0.self_attn.q_proj"
+    manager, tensors = make_manager(path), pair(path, RANK, HIDDEN, HIDDEN)
+    manager.is_pooling_model = True
+    with pytest.raises(UnsupportedInputError, match="pooling model"):
+        load(config(alora_invocation_tokens=[3]), tensors, make_worker(manager), 1)
+
+
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("text", [False, True])
 def test_a_head_is_tied_if_the_model_or_its_text_part_says_so(own, text):

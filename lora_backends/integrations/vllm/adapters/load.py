@@ -241,6 +241,8 @@ class _Loading:
             given.append(f"stacked experts ({next(iter(checkpoint.experts))}) beside these")
         if own.tokens and own.invocation:
             given.append("trainable_token_indices beside alora_invocation_tokens")
+        if own.invocation and self.manager.is_pooling_model:
+            given.append("alora_invocation_tokens in a pooling model: PEFT has it for causal ones")
         wrappers = getattr(self.manager, "punica_wrapper_mapping", {}).values()
         if own.invocation and any(wrapper.takes_embeddings for wrapper in wrappers):
             given.append("alora_invocation_tokens with enable_prompt_embeds: no tokens to look at")
