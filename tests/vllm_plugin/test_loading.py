@@ -256,7 +256,7 @@ def test_a_head_is_tied_if_the_model_or_its_text_part_says_so(own, text):
     part = SimpleNamespace(tie_word_embeddings=text)
     model.config = SimpleNamespace(tie_word_embeddings=own, get_text_config=lambda: part)
     loading = _Loading(make_worker(make_manager(model=model)), None, None)
-    assert loading._is_tied() is (own or text)
+    assert loading._is_tied is (own or text)
 
 
 @pytest.fixture
