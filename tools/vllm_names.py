@@ -57,6 +57,8 @@ NAMES = {
         "LoRAModelManager.activate_adapter(lora_id)",
         "LoRAModelManager.deactivate_adapter(adapter_id)",
         "LoRAModelManager.get_adapter(adapter_id)",
+        "LoRAModelManager.list_adapters()",
+        "LoRAModelManager.remove_adapter(adapter_id)",
         "LoRAModelManager.set_adapter_mapping(mapping)",
         "LoRAModelManager._create_lora_modules()",
         "LoRAModelManager._create_merged_loras_inplace(lora_model)",
@@ -122,6 +124,7 @@ NAMES = {
         "LLMEngine.collective_rpc(method, args)",
     ],
     "v1/request.py": ["Request.is_finished()", "Request.request_id"],
+    "v1/executor/abstract.py": ["Executor.add_lora(lora_request)"],
     "v1/spec_decode/llm_base_proposer.py": ["SpecDecodeBaseProposer.load_model()"],
     "v1/worker/cpu_worker.py": ["CPUWorker.determine_available_memory()"],
     "v1/worker/gpu/input_batch.py": [

@@ -160,6 +160,40 @@ def test_strengths_and_blends_are_pefts_sums(make_engine, tiny, adapters, factor
     assert_close(found[2], wanted_logprobs(load_peft(tiny, None), TEXTS[2]))
 
 
+def test_a_blend_follows_a_part_that_is_loaded_again_and_one_that_left(
+    make_engine, adapters, peft_tokens
+):
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    engine = make_engine(max_loras=4, block_size=32)
+    core = engine.llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=4, min_tokens=4, detokenize=False)
+    prompt = PROMPTS[0] + PROMPTS[1]  # two blocks of the prefix cache
+
+    def tokens(request):
+        given = {"prompt_token_ids": prompt}
+        out = engine.llm.generate([given], sampling, lora_request=request, use_tqdm=False)
+        return list(out[0].outputs[0].token_ids)
+
+    def load(name, in_place=False):
+        path = str(adapters[name])
+        assert core.add_lora(LoRARequest("part", 70, path, load_inplace=in_place))
+
+    load("small")
+    blends = [LoRARequest("part*2", 71, "blend:part*2")]
+    blends.append(LoRARequest("part*2*0.5", 72, "blend:part*2*0.5"))
+    tokens(blends[0])
+    assert tokens(blends[1]) == peft_tokens(prompt, "small", 4)
+    load("all", in_place=True)
+    wanted = peft_tokens(prompt, "all", 4)
+    assert wanted != peft_tokens(prompt, "small", 4)
+    assert tokens(blends[1]) == wanted
+    for adapter_id in (70, 71, 72):
+        core.remove_lora(adapter_id)
+    assert tokens(blends[1]) == wanted
+
+
 def test_rows_of_tokens_count_at_a_tied_head_too(make_engine, tmp_path):
     base = save_tiny(tmp_path / "tied", tie_word_embeddings=True)
     folder = save_adapter(
@@ -200,6 +234,7 @@ REFUSED = {
     "whole modules": ("dora", {"modules_to_save": ["lm_head"]}, None, "modules_to_save"),
     "QALoRA": ("all", {"use_qalora": True}, None, "use_qalora"),
     "an unknown start": ("all", {"init_lora_weights": "corda"}, None, "corda"),
+    "an unknown field": ("all", {"use_new": True}, None, "use_new"),
     "replicated layers": ("all", {"layer_replication": [[0, 2]]}, None, "layer_replication"),
     "biases of the base": ("all", {"bias": "all"}, None, "bias"),
 }
@@ -289,3 +324,6 @@ def test_targets_of_plain_adapters_stay_vllms(engine):
     assert not needs_our_reader(plain)
     assert not needs_our_reader({**plain, "init_lora_weights": "gaussian", "bias": "none"})
     assert all(needs_our_reader({**plain, **KINDS[name]}) for name in KINDS)
+    assert not needs_our_reader({**plain, "peft_type": "LORA", "revision": "main"})
+    assert needs_our_reader({**plain, "use_a_kind_of_tomorrow": True})
+    assert needs_our_reader({**plain, "peft_type": "ADALORA"})

@@ -191,6 +191,74 @@ def test_names_of_blends(text, terms):
     assert (found and [(term.name, term.factor) for term in found]) == terms
 
 
+def test_a_blend_that_can_be_read_in_two_ways_is_refused():
+    from lora_backends import InvalidInputError
+    from lora_backends.integrations.vllm.adapters.blends import check_names
+
+    known = ["a", "b", "a*2", "a*2+b", "c+d"]
+    for text in ("a*2+b*0.5", "c+d*1+a*2+b*1"):
+        with pytest.raises(InvalidInputError, match="two ways"):
+            check_names(f"blend:{text}", known)
+    for text in ("a*2+b*0.5", "a*2*0.5", "c+d*1"):
+        check_names(f"blend:{text}", ["a", "b", "a*2", "c+d"])
+
+
+def test_a_blend_cannot_have_the_name_of_a_part():
+    from vllm.lora.request import LoRARequest
+
+    from lora_backends import InvalidInputError
+    from lora_backends.integrations.vllm.adapters.blends import check_parts
+
+    with pytest.raises(InvalidInputError, match="name of one of its parts"):
+        check_parts(LoRARequest("a", 1, "blend:a*2"), {"a": None})
+    check_parts(LoRARequest("a*2", 1, "blend:a*2"), {"a": None})
+
+
+def test_a_part_is_loaded_again_as_it_was_asked_for(monkeypatch):
+    from vllm.lora.request import LoRARequest
+
+    from lora_backends.integrations.vllm.adapters import follow
+
+    asked = LoRARequest("part", 1, "/folder", is_3d_lora_weight=True)
+    manager = SimpleNamespace(get_adapter=lambda _: None, _create_merged_loras_inplace=lambda _: 0)
+    worker = type("Worker", (), {"_load_adapter": lambda *_: None})()
+    worker._load_adapter.__func__.__wrapped__ = None
+    worker._adapter_manager, worker.lora_backends_requests = manager, {"part": asked}
+    worker.lora_config = SimpleNamespace(max_lora_rank=8)
+    seen = []
+
+    def read(_, __, request):
+        seen.append(request)
+        return SimpleNamespace(loras={})
+
+    monkeypatch.setattr(follow, "_read", read)
+    follow._load_adapter(None, worker, LoRARequest("part*2", 2, "blend:part*2"))
+    assert [request.is_3d_lora_weight for request in seen] == [True]
+
+
+def test_an_invocation_in_a_pooling_model_is_refused():
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm.adapters.load import load
+
+    path = "model.layers.0.self_attn.q_proj"
+    manager, tensors = make_manager(path), pair(path, RANK, HIDDEN, HIDDEN)
+    manager.is_pooling_model = True
+    with pytest.raises(UnsupportedInputError, match="pooling model"):
+        load(config(alora_invocation_tokens=[3]), tensors, make_worker(manager), 1)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("text", [False, True])
+def test_a_head_is_tied_if_the_model_or_its_text_part_says_so(own, text):
+    from lora_backends.integrations.vllm.adapters.load import _Loading
+
+    model = torch.nn.Module()
+    part = SimpleNamespace(tie_word_embeddings=text)
+    model.config = SimpleNamespace(tie_word_embeddings=own, get_text_config=lambda: part)
+    loading = _Loading(make_worker(make_manager(model=model)), None, None)
+    assert loading._is_tied is (own or text)
+
+
 @pytest.fixture
 def wrapper(monkeypatch):
     monkeypatch.setenv("LORA_BACKENDS_VLLM", "torch_ref")

@@ -91,6 +91,6 @@ def test_every_method_that_is_wrapped_is_looked_for(names):
                 wrapped |= {text for text in texts if text and "." not in text}
     optional = {"compute_prompt_token_id_logprobs"}  # of newer versions alone
     classes = {"GPUModelRunner", "LoRAModelManager", "WorkerLoRAManager", "SpecDecodeBaseProposer"}
-    classes |= {"EngineCore", "LLMEngine"}
+    classes |= {"EngineCore", "Executor", "LLMEngine"}
     assert {"_load_adapter", "generate_block_hash_extra_keys"} <= wrapped
     assert wrapped - optional - classes <= known

@@ -173,7 +173,7 @@ def checked_config(values: dict[str, Any], path: Path, own_modules: bool = False
     refused = [
         *_refused_keys(values, own_modules),
         *_refused_values(config, own_modules),
-        *_unknown_keys(values),
+        *unknown_keys(values),
     ]
     if refused:
         raise UnsupportedInputError(
@@ -249,7 +249,8 @@ def _refused_values(config: PeftLoraConfig, own_modules: bool) -> Iterator[str]:
         yield f"bias = {as_json(config.bias)}: it replaces biases of the base model"
 
 
-def _unknown_keys(values: Mapping[str, Any]) -> Iterator[str]:
+def unknown_keys(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each field, with its value, that is not empty and not known here."""
     known = {*PeftLoraConfig.model_fields, *_HARMLESS, *_REFUSED, *_REFUSED_IF_SET}
     for key, value in values.items():
         empty = value is None or value is False or value in ("", [], {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,49 @@ def unknown(path: str, name: str, known: Iterable[str]) -> InvalidInputError:
     )
 
 
-def added(parts: Sequence[tuple[Term, Any]], adapter_id: int, max_rank: int) -> Any:
+def check_names(path: str, known: Iterable[str]) -> None:
+    """Refuse a blend that can be read in two ways, because a name looks like terms.
+
+    Raises:
+        InvalidInputError: with an adapter "a*2+b", the blend "a*2+b*0.5" has one part or two.
+    """
+    text = "+" + path.partition(":")[2]
+    for name in known:
+        if f"+{name}*" in text and parse(f"{name}*1") != [Term(name, 1.0)]:
+            raise InvalidInputError(
+                f"a blend can be read in two ways\n  given: {path!r}\n"
+                f"  reason: {name!r} is the name of an adapter, and reads as a blend too\n"
+                f"  to do: load that adapter under a name without '*'"
+            )
+
+
+def check_parts(request: Any, names: Iterable[str]) -> None:
+    """Refuse a blend under the name of one of its parts: it could not be loaded a second time.
+
+    Raises:
+        InvalidInputError: the request's name is among the names of the parts.
+    """
+    if request.lora_name in names:
+        raise InvalidInputError(
+            f"a blend has the name of one of its parts\n"
+            f"  given: {request.lora_name!r} for {request.lora_path!r}\n"
+            f"  to do: give the blend another name"
+        )
+
+
+def added(
+    parts: Sequence[tuple[Term, Any]],
+    adapter_id: int,
+    max_rank: int,
+    sources: Mapping[str, Any] | None = None,
+) -> Any:
     """Return the `LoRAModel` of a blend; those of its parts have their modules packed.
+
+    Args:
+        parts: the terms, each with vLLM's `LoRAModel`.
+        adapter_id: of the blend.
+        max_rank: of a slot.
+        sources: become the `parts` of its `Extras`.
 
     Raises:
         InvalidInputError: the ranks of the parts are more than a slot has.
@@ -116,7 +157,7 @@ def added(parts: Sequence[tuple[Term, Any]], adapter_id: int, max_rank: int) -> 
                 f"  to do: set max_lora_rank of vLLM to {rank} or more"
             )
     blend = LoRAModel(adapter_id, max((each.rank for each in loras.values()), default=0), loras)
-    blend.lora_backends_extras = Extras(factors)
+    blend.lora_backends_extras = Extras(factors, parts=sources or {})
     return blend
 
 

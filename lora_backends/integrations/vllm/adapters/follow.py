@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,26 +79,38 @@ def _blend(worker: Any, request: Any, terms: list[blends.Term]) -> Any:
 
     manager = worker._adapter_manager
     known = worker.__dict__.get("lora_backends_requests", {})
+    blends.check_names(request.lora_path, known)
     parts = []
+    sources: dict[str, Any] = {}
     for term in terms:
         mine = known.get(term.name)
         lora = None if mine is None else manager.get_adapter(mine.lora_int_id)
-        if lora is None:
-            path = term.name if mine is None else mine.lora_path
+        if lora is None or _is_outdated(lora, known):
             is_served = request.lora_path.startswith(blends.SERVED)
-            if mine is None and (is_served or not Path(path).is_dir()):
+            if mine is None and (is_served or not Path(term.name).is_dir()):
                 raise blends.unknown(request.lora_path, term.name, known)
-            lora = _load_adapter_alone(worker, LoRARequest(term.name, request.lora_int_id, path))
+            source = mine or LoRARequest(term.name, request.lora_int_id, term.name)
+            lora = _load_part(worker, source)
         parts.append((term, lora))
-    return blends.added(parts, request.lora_int_id, worker.lora_config.max_lora_rank)
+        sources |= {term.name: mine, **extras_of(lora).parts}
+    blends.check_parts(request, sources)
+    return blends.added(parts, request.lora_int_id, worker.lora_config.max_lora_rank, sources)
 
 
-def _load_adapter_alone(worker: Any, request: Any) -> Any:
+def _load_part(worker: Any, request: Any) -> Any:
     """Load an adapter that is not registered, its modules packed as vLLM keeps them."""
+    terms = blends.terms_of(request.lora_path)
+    if terms is not None:
+        return _blend(worker, request, terms)
     load_by_vllm = type(worker)._load_adapter.__wrapped__
     lora = _read(load_by_vllm, worker, request)
     worker._adapter_manager._create_merged_loras_inplace(lora)
     return lora
+
+
+def _is_outdated(lora: Any, known: Mapping[str, Any]) -> bool:
+    """Return whether a part of a blend has been loaded again since the blend was made."""
+    return any(known.get(name) is not before for name, before in extras_of(lora).parts.items())
 
 
 def _in_order(
@@ -106,9 +118,15 @@ def _in_order(
 ) -> Any:
     """Load new adapters in one order on all workers: some gather base weights.
 
-    vLLM passes a set, whose order differs between processes.
+    vLLM passes a set, whose order differs between processes. Outdated blends are loaded again.
     """
-    return original(worker, sorted(filter(None, requests), key=lambda r: r.lora_int_id), mapping)
+    ordered = sorted(filter(None, requests), key=lambda r: r.lora_int_id)
+    known = getattr(worker, "lora_backends_requests", {})
+    for request in ordered if known else ():
+        lora = worker._adapter_manager.list_adapters().get(request.lora_int_id)
+        if lora is not None and _is_outdated(lora, known):
+            worker._adapter_manager.remove_adapter(request.lora_int_id)
+    return original(worker, ordered, mapping)
 
 
 def _activate(original: Callable[..., Any], manager: Any, lora_id: int) -> Any:

@@ -18,12 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from lora_backends.adapters.files.formats import CONFIG_FILE
+from lora_backends.errors import InvalidInputError
+from lora_backends.integrations.vllm.adapters.blends import terms_of
 from lora_backends.integrations.vllm.adapters.load import extras_of
 from lora_backends.integrations.vllm.methods import SECOND, replace
 
 HASHES = "vllm.v1.core.kv_cache_utils"
 USERS_OF_HASHES = ("vllm.v1.core.block_pool", "vllm.v1.simple_kv_offload.manager")
 """Modules that import the function which makes a block's keys by its name."""
+
+
+EXECUTOR = "vllm.v1.executor.abstract"
+
+_paths: dict[str, str] = {}
+"""By an adapter's name, the path that the scheduler's process has last seen it loaded from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +85,8 @@ def follow_hashes() -> None:
         UnsupportedInputError: this version of vLLM lacks it.
     """
     import_module(HASHES)
+    import_module(EXECUTOR)
+    replace(EXECUTOR, "Executor", "add_lora", _note_path)
     for module in (HASHES, *USERS_OF_HASHES):
         replace(module, "", "generate_block_hash_extra_keys", _keys)
 
@@ -167,17 +177,30 @@ def _invocation(manager: Any, adapter_id: int) -> tuple[int, ...]:
     return () if lora is None else extras_of(lora).invocation
 
 
+def _note_path(original: Callable[..., Any], executor: Any, request: Any) -> Any:
+    """Note the path of an adapter that is loaded ahead of its requests."""
+    result = original(executor, request)
+    _paths[request.lora_name] = request.lora_path
+    return result
+
+
 def _keys(
     original: Callable[..., Any], request: Any, first: int, end: int, *args: Any
 ) -> tuple[tuple[Any, ...] | None, int]:
     """Return a block's keys: the base model's before the invocation, the invocation's place behind.
 
     Requests of one adapter with the invocation in another place compute other keys and values for
-    equal tokens.
+    equal tokens; so do requests of a blend after a part was loaded from another path.
     """
     keys, place = original(request, first, end, *args)
     lora = request.lora_request
-    invocation = invocation_at(lora.lora_path) if lora else ()
+    if not lora:
+        return keys, place
+    _paths[lora.lora_name] = lora.lora_path
+    parts = _paths_of_parts(lora.lora_path)
+    if parts:
+        return (*(keys or ()), ("blend_of", *parts)), place
+    invocation = invocation_at(lora.lora_path)
     if not invocation:
         return keys, place
     start = getattr(request, "lora_backends_start", -1)
@@ -196,6 +219,19 @@ live_invocations: dict[str, tuple[int, ...]] = {}
 """Of live adapters, which have no folder, by their path."""
 
 
+def _paths_of_parts(path: str) -> list[str]:
+    """Return the paths of a blend's parts, and of theirs; none for another adapter."""
+    try:
+        terms = terms_of(path) or []
+    except InvalidInputError:
+        return []  # the worker refuses it
+    names = [term.name for term in terms]
+    for name in names:  # grows by the names of blends in a blend
+        nested = terms_of(_paths.get(name, "")) or []
+        names += [term.name for term in nested if term.name not in names]
+    return [_paths.get(name, name) for name in names]
+
+
 def invocation_at(path: str) -> tuple[int, ...]:
     """Return the invocation tokens of an adapter by its path, () where it has none."""
     return live_invocations[path] if path in live_invocations else _invocation_of_folder(path)
@@ -204,8 +240,6 @@ def invocation_at(path: str) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def _invocation_of_folder(path: str) -> tuple[int, ...]:
     from vllm.lora.utils import get_adapter_absolute_path
-
-    from lora_backends.integrations.vllm.adapters.blends import terms_of
 
     if terms_of(path) is not None:
         return ()  # a blend has none

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.adapters.peft.checkpoint import checked_checkpoint
-from lora_backends.adapters.peft.config import checked_config
+from lora_backends.adapters.peft.config import checked_config, unknown_keys
 from lora_backends.adapters.peft.dora import BaseLayer, dora_terms
 from lora_backends.adapters.peft.pissa import without_start
 from lora_backends.adapters.read_options import ReadOptions
@@ -27,6 +27,7 @@ PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 OTHER_KINDS = (
     *("use_dora", "lora_bias", "alora_invocation_tokens", "trainable_token_indices"),
     *("layer_replication", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
+    "megatron_config",
 )
 """Fields of a configuration that vLLM refuses, or reads past."""
 
@@ -49,6 +50,8 @@ class Extras:
     factors: Mapping[Target, Factors] = field(default_factory=dict)
     invocation: tuple[int, ...] = ()  # aLoRA: the adapter acts from their last place on
     tokens: bool = False  # rows of embeddings are replaced (trainable_token_indices)
+    parts: Mapping[str, Any] = field(default_factory=dict)  # of a blend: the `LoRARequest` by
+    # which each name was loaded, None for a folder
 
 
 NO_EXTRAS = Extras()
@@ -69,6 +72,8 @@ def needs_our_reader(config: Mapping[str, Any]) -> bool:
         return True
     if set(config.get("modules_to_save") or ()) - set(HEADS):
         return True
+    if config.get("peft_type", "LORA") != "LORA" or any(unknown_keys(config)):
+        return True  # it refuses them by name, where vLLM reads past them
     from vllm.lora.peft_helper import PEFTHelper
 
     patterns = config.get("rank_pattern") or config.get("alpha_pattern")
@@ -236,6 +241,8 @@ class _Loading:
             given.append(f"stacked experts ({next(iter(checkpoint.experts))}) beside these")
         if own.tokens and own.invocation:
             given.append("trainable_token_indices beside alora_invocation_tokens")
+        if own.invocation and self.manager.is_pooling_model:
+            given.append("alora_invocation_tokens in a pooling model: PEFT has it for causal ones")
         wrappers = getattr(self.manager, "punica_wrapper_mapping", {}).values()
         if own.invocation and any(wrapper.takes_embeddings for wrapper in wrappers):
             given.append("alora_invocation_tokens with enable_prompt_embeds: no tokens to look at")
@@ -248,9 +255,10 @@ class _Loading:
 
     @property
     def _is_tied(self) -> bool:
-        """Whether the head has the embedding's weight."""
+        """Whether the head has the embedding's weight, as the model or its text part says."""
         config = getattr(self.manager.model, "config", None)
-        return bool(getattr(config, "tie_word_embeddings", False))
+        text = getattr(config, "get_text_config", lambda: None)()
+        return any(getattr(each, "tie_word_embeddings", False) for each in (config, text))
 
     def _base_layer(self, name: str) -> BaseLayer:
         target = self.targets.find(name)
