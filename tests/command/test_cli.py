@@ -306,7 +306,7 @@ def test_a_row_that_differs_when_run_alone_is_status_1(tiny_job, monkeypatch):
 
     monkeypatch.setattr(generation, "rows_that_differ_alone", lambda *_: [1])
     result = run("generate", "--config", str(tiny_job), "--check")
-    assert result.exit_code == 1 and "NO" in result.stdout
+    assert result.exit_code == 1 and "not: 2" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What becomes of an adapter's tensors before they reach a slot, without an engine."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -368,3 +369,13 @@ def test_blocks_that_start_to_be_the_adapters_in_other_places_have_other_keys(tm
     # the tokens behind the first prompt are generated: equal tokens, which begin elsewhere
     assert keys([7, 8], 0) != keys([7, 8, 7, 8], 0)
     assert keys([1, 2, 3], 0) == base[0], "without an invocation it is the base model"
+
+
+def test_an_invocation_follows_the_file_that_a_trainer_writes_anew(tmp_path):
+    from lora_backends.integrations.vllm.adapters.invocations import invocation_at
+
+    assert invocation_at(str(tmp_path)) == (), "nothing is there yet"
+    for tokens in ([7, 8], [7, 8, 9]):
+        config = json.dumps({"alora_invocation_tokens": tokens})
+        (tmp_path / "adapter_config.json").write_text(config)
+        assert invocation_at(str(tmp_path)) == tuple(tokens)

@@ -237,7 +237,6 @@ def invocation_at(path: str) -> tuple[int, ...]:
     return live_invocations[path] if path in live_invocations else _invocation_of_folder(path)
 
 
-@lru_cache(maxsize=4096)
 def _invocation_of_folder(path: str) -> tuple[int, ...]:
     from vllm.lora.utils import get_adapter_absolute_path
 
@@ -245,7 +244,14 @@ def _invocation_of_folder(path: str) -> tuple[int, ...]:
         return ()  # a blend has none
     file = Path(get_adapter_absolute_path(path)) / CONFIG_FILE
     try:
-        values = json.loads(file.read_bytes())
-        return tuple(int(token) for token in values.get("alora_invocation_tokens") or ())
+        status = file.stat()
+        # a trainer may write another adapter to the same path
+        return _invocation_of_file(file, status.st_mtime_ns, status.st_size, status.st_ino)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return ()  # the worker says what is wrong
+
+
+@lru_cache(maxsize=4096)
+def _invocation_of_file(file: Path, *version: int) -> tuple[int, ...]:
+    values = json.loads(file.read_bytes())
+    return tuple(int(token) for token in values.get("alora_invocation_tokens") or ())
