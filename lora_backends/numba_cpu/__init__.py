@@ -137,9 +137,7 @@ class NumbaCPUBackend(LoRABackend):
     ) -> torch.Tensor | None:
         options: dict[str, Any] = {"needs_h": needs_h, "lora_b": lora_b, "slots": slots}
         if is_eight_bit(weights.dtype) or not backward.runs(grad, h):
-            return super().run_lora_b_backward(
-                grad, h, weights, plan, narrow=narrow, **options
-            )
+            return super().run_lora_b_backward(grad, h, weights, plan, narrow=narrow, **options)
         located = self._layers.locate(weights)
         return backward.run_b(located, plan, weights, grad, h, **options)
 

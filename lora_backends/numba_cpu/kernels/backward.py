@@ -32,7 +32,7 @@ class BackwardCall(NamedTuple):
     num_threads: int
     threads: int  # 1: OpenMP is not asked
     layer: int  # address of the fields of a `LayerPointers`
-    count: int  # segments
+    num_segments: int
     segments: int
     order: int  # address of the row of each position
     places: int  # address of the place of each slot in `out`, int64; negative: not wanted
@@ -90,10 +90,10 @@ def b_entry() -> Any:
         part, parts = part_of(args)
         scales = RowPointers(args.scales, args.scales_row, args.order)
         total, before = 0, 0
-        for i in range(args.count):
+        for i in range(args.num_segments):
             segment = segment_at(args.segments, i)
             total += (segment.stop - segment.start + ROWS - 1) // ROWS
-        for i in range(args.count):
+        for i in range(args.num_segments):
             segment = segment_at(args.segments, i)
             tiles = (segment.stop - segment.start + ROWS - 1) // ROWS
             low, high = units_of(part, parts, total, before, tiles, 1)
@@ -110,9 +110,7 @@ def b_entry() -> Any:
                 scaling = (
                     layer.scalings + segment.key * layer.scalings_slot + s * layer.scalings_slice
                 )
-                g = RowPointers(
-                    args.rows + item.first * args.rows_size, args.rows_row, args.order
-                )
+                g = RowPointers(args.rows + item.first * args.rows_size, args.rows_row, args.order)
                 if args.dh != 0 and start < stop:
                     b = item.b + segment.key * item.b_slot
                     dh = RowPointers(args.dh + s * args.dh_slice, args.dh_row, args.order)
@@ -148,7 +146,7 @@ def a_entry() -> Any:
         first, last = range_of(part, parts, layer.in_features, 2 * LANES)
         if first >= last:
             return
-        for i in range(args.count):
+        for i in range(args.num_segments):
             segment = segment_at(args.segments, i)
             place = read_id(args.places + 8 * segment.key)
             begun = 0 if begins(args, i) else 1
@@ -168,9 +166,7 @@ def a_entry() -> Any:
                         ),
                     )  # fmt: skip
                 if args.out != 0 and place >= 0:
-                    x = RowPointers(
-                        args.rows + first * args.rows_size, args.rows_row, args.order
-                    )
+                    x = RowPointers(args.rows + first * args.rows_size, args.rows_row, args.order)
                     out = args.out + place * args.out_slot + s * args.out_slice + 4 * first
                     invoke(
                         args.over_rows,

@@ -436,9 +436,7 @@ def steps_until(builder: Any, start: Any, step: Any, first: Any, last: Any, like
 def _until(builder: Any, first: Any, last: Any, like: Any) -> list[Any]:
     """Return first, first + 1, ... but none after `last`."""
     places = [builder.add(first, lowering.integer(i)) for i in range(len(like))]
-    return [
-        builder.select(builder.icmp_signed("<", place, last), place, last) for place in places
-    ]
+    return [builder.select(builder.icmp_signed("<", place, last), place, last) for place in places]
 
 
 @operation(plain.load_first, VECTOR)
@@ -448,9 +446,7 @@ def load_first(builder: Any, kind: Any, address: Any, count: Any) -> Any:
 
 
 @operation(plain.add_outer, lambda kind, sums, *others: sums)
-def add_outer(
-    builder: Any, kind: Any, sums: Any, addresses: Any, k: Any, vectors: Any
-) -> Any:
+def add_outer(builder: Any, kind: Any, sums: Any, addresses: Any, k: Any, vectors: Any) -> Any:
     """add_outer(kind, sums, addresses, k, vectors): ``sums[t, i] + a[t, k] * vectors[i]``.
 
     The addresses are of rows of a.
