@@ -18,8 +18,9 @@ from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
-from lora_backends.numba_cpu import backward, experts, launch
+from lora_backends.numba_cpu import experts, launch
 from lora_backends.numba_cpu.call_cache import CachedRun
+from lora_backends.numba_cpu.gradients import launch as backward
 from lora_backends.numba_cpu.layer import Layers, require_memory
 from lora_backends.numba_cpu.machine.cpu import missing_features
 from lora_backends.numba_cpu.needs import (

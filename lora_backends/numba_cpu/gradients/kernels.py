@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from lora_backends.numba_cpu.gradients.products import ROWS, OverRows, WithWeights
 from lora_backends.numba_cpu.kernels.arguments import RowPointers
-from lora_backends.numba_cpu.kernels.products import ROWS, OverRows, WithWeights
 from lora_backends.numba_cpu.kernels.shares import (
     rank_of,
     segment_at,

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from numba import config
 
-from lora_backends.numba_cpu.kernels import backward, products
+from lora_backends.numba_cpu.gradients import kernels, products
 from lora_backends.numba_cpu.launch import (
     NO_FUNCTIONS,
     Kernel,
@@ -24,18 +24,18 @@ from lora_backends.numba_cpu.plan import NO_SCALES, NumbaPlan
 from lora_backends.numba_cpu.routines import address_of
 from lora_backends.weights import LoRAWeights
 
-_PACK = struct.Struct(f"{len(backward.BackwardCall._fields)}q").pack
+_PACK = struct.Struct(f"{len(kernels.BackwardCall._fields)}q").pack
 F32 = torch.float32
 
 
 @cache
 def _b_kernel() -> Kernel:
-    return kernel_of(backward.b_entry())
+    return kernel_of(kernels.b_entry())
 
 
 @cache
 def _a_kernel() -> Kernel:
-    return kernel_of(backward.a_entry())
+    return kernel_of(kernels.a_entry())
 
 
 @cache
