@@ -156,7 +156,7 @@ class NumbaCPUBackend(LoRABackend):
         slots: Sequence[int] | None = None,
     ) -> None:
         options: dict[str, Any] = {"dx": dx, "lora_a": lora_a, "slots": slots}
-        if is_eight_bit(weights.dtype) or not backward.runs(x, dx):
+        if is_eight_bit(weights.dtype) or not backward.runs(dh, x, dx):
             super().run_lora_a_backward(dh, x, weights, plan, adds=adds, **options)
             return
         if dx is not None and not adds:

@@ -102,13 +102,15 @@ class NumbaPlan(CachingPlan):
 
     def places_of(self, slots: Sequence[int] | None) -> Ints:
         """Return the place of each slot in `slots`, negative where it has none; None: all slots."""
-        if self._places is None or self._places[0] != slots:
-            places = np.arange(self.num_slots)
-            if slots is not None:
+        wanted = None if slots is None else tuple(slots)
+        found = self._places  # once: another thread may ask for other slots meanwhile
+        if found is None or found[0] != wanted:
+            places = np.arange(self.num_slots, dtype=np.int64)
+            if wanted is not None:
                 places[:] = -1
-                places[list(slots)] = range(len(slots))
-            self._places = slots, places
-        return self._places[1]
+                places[list(wanted)] = range(len(wanted))
+            found = self._places = wanted, places
+        return found[1]
 
     def rows_by_slot(self) -> list[tuple[int, slice | torch.Tensor]]:
         """Return each active slot and its tokens, as a slice where they are neighbours."""

@@ -102,14 +102,17 @@ def run_a(
             lora_a.zero_()
         return
     out = None if lora_a is None else _out(lora_a, plan, weights, slots)
+    dh = dh.to(F32)
     dh = dh if dh.stride(-1) == 1 else dh.contiguous()
     total = dx
     if dx is not None and (dx.dtype is not F32 or dx.stride(-1) != 1):
-        total = dx.to(F32, memory_format=torch.contiguous_format)
+        total = dx.to(F32).contiguous()  # `to` alone keeps strides where the dtype is the same
     into = (0, 0) if total is None else (total.data_ptr(), row_of(total))
     rows, routine = (0, 0, 0), 0
     if out is not None:
         assert x is not None
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            x = x.contiguous()
         rows = x.data_ptr(), row_of(x), x.itemsize
         routine = _over_rows(F32, x.dtype)
     routines = 0 if dx is None else _with_weights(F32, located.dtype), routine
@@ -155,6 +158,7 @@ def _launch(
     threads, openmp = num_threads(located.bytes_read, plan), torch_openmp()
     functions = NO_FUNCTIONS if openmp is None else openmp.functions
     scales = plan.token_scales
+    places = plan.places_of(slots)  # alive until the kernel ends
     call = _PACK(
         *functions[:2],
         threads,
@@ -162,7 +166,7 @@ def _launch(
         plan.num_segments,
         plan.segments.ctypes.data,
         plan.order.ctypes.data,
-        plan.places_of(slots).ctypes.data,
+        places.ctypes.data,
         *(NO_SCALES if scales is None else (scales.data_ptr(), 4)),
         NO_SCALES[0],
         *rest,
