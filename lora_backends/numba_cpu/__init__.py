@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.numba_cpu import experts, launch
 from lora_backends.numba_cpu.call_cache import CachedRun
+from lora_backends.numba_cpu.gradients import launch as backward
 from lora_backends.numba_cpu.layer import Layers, require_memory
 from lora_backends.numba_cpu.machine.cpu import missing_features
 from lora_backends.numba_cpu.needs import (
@@ -121,6 +122,46 @@ class NumbaCPUBackend(LoRABackend):
         # The fused kernel has h for one segment at a time.
         h = unchecked(self, "run_lora_a")(x, weights, plan)
         return unchecked(self, "run_lora_b")(h, weights, plan, base_output), h
+
+    @override
+    def run_lora_b_backward(
+        self,
+        grad: torch.Tensor,
+        h: torch.Tensor | None,
+        weights: LoRAWeights,
+        plan: Any,
+        *,
+        needs_h: bool = True,
+        narrow: bool = False,
+        lora_b: torch.Tensor | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> torch.Tensor | None:
+        options: dict[str, Any] = {"needs_h": needs_h, "lora_b": lora_b, "slots": slots}
+        if is_eight_bit(weights.dtype) or not backward.runs(grad, h):
+            return super().run_lora_b_backward(grad, h, weights, plan, narrow=narrow, **options)
+        located = self._layers.locate(weights)
+        return backward.run_b(located, plan, weights, grad, h, **options)
+
+    @override
+    def run_lora_a_backward(
+        self,
+        dh: torch.Tensor,
+        x: torch.Tensor | None,
+        weights: LoRAWeights,
+        plan: Any,
+        *,
+        dx: torch.Tensor | None = None,
+        adds: bool = False,
+        lora_a: torch.Tensor | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"dx": dx, "lora_a": lora_a, "slots": slots}
+        if is_eight_bit(weights.dtype) or not backward.runs(dh, x, dx):
+            super().run_lora_a_backward(dh, x, weights, plan, adds=adds, **options)
+            return
+        if dx is not None and not adds:
+            dx.zero_()
+        backward.run_a(self._layers.locate(weights), plan, weights, dh, x, **options)
 
     @override
     def slot_rows(self, plan: NumbaPlan, num_rows: int, num_slots: int) -> Segments:

@@ -42,7 +42,8 @@ class Kernel:
     routines: int = 0  # address of its entries
 
 
-def _kernel(compiled: Any, table: Table | None = None) -> Kernel:
+def kernel_of(compiled: Any, table: Table | None = None) -> Kernel:
+    """Return both ways to call a compiled function."""
     routines = 0 if table is None else table.address
     if config.DISABLE_JIT:
         return Kernel(lambda call: compiled(_address_of(call)), 0, compiled, table, routines)
@@ -53,7 +54,7 @@ def _kernel(compiled: Any, table: Table | None = None) -> Kernel:
 @cache
 def kernel_for(dtype: torch.dtype, dtype_y: torch.dtype, needs: int) -> Kernel:
     """Compile the kernel and the routines that these calls need, or load them from the disk."""
-    return _kernel(_dense_kernel(), table_of(dtype, dtype_y, needs))
+    return kernel_of(_dense_kernel(), table_of(dtype, dtype_y, needs))
 
 
 @cache
@@ -64,7 +65,7 @@ def _dense_kernel() -> Any:
 @cache
 def eight_bit_kernel(dtype_x: torch.dtype, dtype_y: torch.dtype, needs: int) -> Kernel:
     """Do what `kernel_for` does for 8-bit stacks of any dtype."""
-    return _kernel(_eight_bit_kernel(), eight_bit_table(dtype_x, dtype_y, needs))
+    return kernel_of(_eight_bit_kernel(), eight_bit_table(dtype_x, dtype_y, needs))
 
 
 @cache
@@ -75,13 +76,13 @@ def _eight_bit_kernel() -> Any:
 @cache
 def reduction_kernel(dtype_y: torch.dtype) -> Kernel:
     """Compile the kernel that sums over pairs, or load it."""
-    return _kernel(experts.reduction_entry(MARKERS[dtype_y]))
+    return kernel_of(experts.reduction_entry(MARKERS[dtype_y]))
 
 
 @cache
 def grouping_kernel() -> Kernel:
     """Compile the kernel that groups pairs, or load it."""
-    return _kernel(experts.grouping_entry())
+    return kernel_of(experts.grouping_entry())
 
 
 class _Scratch(threading.local):
@@ -161,7 +162,7 @@ def bind(
     openmp = torch_openmp()
     functions = NO_FUNCTIONS if openmp is None else openmp.functions
     own_row = 4 * located.max_rank
-    rows = _row_of(x), own_row if h is None else 4 * h.stride(1), _row_of(y)
+    rows = row_of(x), own_row if h is None else 4 * h.stride(1), row_of(y)
     start = (first, kernel.routines, y is not None, *functions, located.address)
     fields = _BOUND.pack(*start, *rows, _dtype_of(x), _dtype_of(y))
     return Bound(kernel, fields, own_row, located.num_slices, located.bytes_read, located)
@@ -184,10 +185,11 @@ def _start(bound: Bound, job: NumbaPlan | Job, x: int, h: int, h_slice: int, y: 
         bound.kernel.run(_PACK_CALL(fields, work, 0, 1, x, h, h_slice, y))
         return
     whole = job.halves_match and job.num_segments >= SEGMENTS_PER_THREAD * threads
-    _call(bound.kernel, _PACK_CALL(fields, work, whole, threads, x, h, h_slice, y), threads)
+    start_threads(bound.kernel, _PACK_CALL(fields, work, whole, threads, x, h, h_slice, y), threads)
 
 
-def _call(kernel: Kernel, call: bytes, threads: int) -> None:
+def start_threads(kernel: Kernel, call: bytes, threads: int) -> None:
+    """Run a kernel on as many threads of torch."""
     openmp = torch_openmp() if threads > 1 else None
     if openmp is None:
         kernel.run(call)
@@ -222,12 +224,12 @@ def reduce(y: torch.Tensor, delta: torch.Tensor, located: LocatedLayer, routing:
         delta.shape[1],
         NO_SCALES[0],
         y.data_ptr(),
-        _row_of(y),
+        row_of(y),
     )
-    _call(reduction_kernel(y.dtype), call, threads)
+    start_threads(reduction_kernel(y.dtype), call, threads)
 
 
-def _row_of(tensor: torch.Tensor | None) -> int:
+def row_of(tensor: torch.Tensor | None) -> int:
     """Return the bytes from one row to the next."""
     if tensor is None:
         return 0

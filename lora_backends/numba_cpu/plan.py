@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -96,6 +97,20 @@ class NumbaPlan(CachingPlan):
         self.work = Work(*halves, 1, *halves, at, at, at, at, *scales, at)
         self.packed_work, self.halves_match = PACK_WORK(*self.work), True
         self._rows: list[tuple[int, slice | torch.Tensor]] | None = None
+        self.slots = frozenset(segments[:, 0].tolist())
+        self._places: tuple[Sequence[int] | None, Ints] | None = None
+
+    def places_of(self, slots: Sequence[int] | None) -> Ints:
+        """Return the place of each slot in `slots`, negative where it has none; None: all slots."""
+        wanted = None if slots is None else tuple(slots)
+        found = self._places  # once: another thread may ask for other slots meanwhile
+        if found is None or found[0] != wanted:
+            places = np.arange(self.num_slots, dtype=np.int64)
+            if wanted is not None:
+                places[:] = -1
+                places[list(wanted)] = range(len(wanted))
+            found = self._places = wanted, places
+        return found[1]
 
     def rows_by_slot(self) -> list[tuple[int, slice | torch.Tensor]]:
         """Return each active slot and its tokens, as a slice where they are neighbours."""

@@ -7,6 +7,7 @@ that for its input, as torch's own operators do, and returns what it promises.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ from lora_backends.operations import Input, Operation
 
 is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any type of device, in a fraction of the time of asking for one."""
+
+_NOTHING = nullcontext()
+
+
+def autocast_off(device_type: str) -> AbstractContextManager[Any]:
+    """Return a block without autocast."""
+    # torch's block takes longer than a kernel's launch to make
+    return torch.autocast(device_type, enabled=False) if is_any_autocast() else _NOTHING
 
 
 def for_autocast(operation: Operation, x: Any, weights: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch.gradients import expert_backward
+from lora_backends.dispatch.gradients.autocast import autocast_off
 from lora_backends.dispatch.gradients.recorded import Recorded, Wanted
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.errors import UnsupportedInputError
@@ -25,7 +26,7 @@ def run_forward(
     if not recorded.operation.is_dense:
         return expert_backward.run_forward(recorded, x, y), None
     arguments = recorded.operation.name, x, recorded.weights, recorded.plan, y
-    with torch.autocast(x.device.type, enabled=False):  # engines choose the dtype of products
+    with autocast_off(x.device.type):  # engines choose the dtype of products
         result: tuple[torch.Tensor, torch.Tensor | None]
         result = recorded.engine.forward_with_h(*arguments)
         return result
@@ -83,7 +84,7 @@ def run_backward(
         weight: [out_features, in_features] where base_output is a product of x with it that is
             part of the call: the gradient of x has its part, too.
     """
-    with torch.autocast(grad.device.type, enabled=False):
+    with autocast_off(grad.device.type):
         if not recorded.operation.is_dense:
             grad = _readable(grad, rows=True)
             return expert_backward.run_backward(recorded, needed, grad, x, like)
@@ -246,8 +247,9 @@ class _Backward:
         """Return the part of each recorded tensor."""
         parts: list[torch.Tensor | None] = [None] * len(self.recorded.targets)
         for name, places in self.wanted.items():
-            for at in places:
-                out = outs[name]
-                assert out is not None
-                parts[at] = self.recorded.part_of(out, at, self.slots)
+            out = outs[name]
+            assert out is not None
+            found = self.recorded.parts_of(out, places, self.slots)
+            for at, part in zip(places, found, strict=True):
+                parts[at] = part
         return tuple(parts)

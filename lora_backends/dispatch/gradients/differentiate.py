@@ -26,6 +26,7 @@ from lora_backends.dispatch.gradients.backward import Gradients, kept_for, run_b
 from lora_backends.dispatch.gradients.recorded import (
     Recorded,
     SlotParameter,
+    SlotParameters,
     Target,
     differentiates,
     target_of,
@@ -102,7 +103,7 @@ def run_with_parameters(
     weights: LoRAWeights,
     plan: Any,
     y: torch.Tensor,
-    parameters: Sequence[SlotParameter],
+    parameters: SlotParameters | Sequence[SlotParameter],
     *,
     base_weight: torch.Tensor | None = None,
     check: Callable[[], None] | None = None,
@@ -133,12 +134,12 @@ def run_with_parameters(
         UnsupportedInputError: as the operation, or the engine computes no gradients.
     """
     _check(engine, operation, _flat(x), weights, plan, y.detach().view(-1, y.shape[-1]))
-    leaves = [tensor for tensor, _ in parameters]
-    kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    targets = tuple(target for _, target in parameters)
-    recorded = Recorded(engine, operation, weights, plan, targets, kinds, check=check)
+    of = parameters if isinstance(parameters, SlotParameters) else SlotParameters(parameters)
+    recorded = Recorded(
+        engine, operation, weights, plan, of.targets, of.kinds, check=check, found=of.found
+    )
     result: torch.Tensor = _ParameterNode.apply(  # type: ignore[no-untyped-call]
-        recorded, y, x, base_weight, *leaves
+        recorded, y, x, base_weight, *of.tensors
     )
     return result
 

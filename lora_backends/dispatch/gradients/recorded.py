@@ -38,6 +38,20 @@ class SlotParameter(NamedTuple):
     target: Target
 
 
+class SlotParameters:
+    """The parameters of the slots of a batch, and what follows from them: made once for many calls.
+
+    Args:
+        parameters: of one layer.
+    """
+
+    def __init__(self, parameters: Sequence[SlotParameter]) -> None:
+        self.tensors = tuple(tensor for tensor, _ in parameters)
+        self.targets = tuple(target for _, target in parameters)
+        self.kinds = tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
+        self.found: dict[Any, Any] = {}  # of `Recorded`
+
+
 @dataclass(eq=False)
 class Recorded:
     """A call that autograd records."""
@@ -50,6 +64,7 @@ class Recorded:
     leaves: tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each of them
     options: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[[], None] | None = None  # raises where a backward would compute something else
+    found: dict[Any, Any] = field(default_factory=dict)  # what follows from targets and leaves
     counters: tuple[Any, ...] = field(init=False)  # of the plan's refills: they live as long
     refills: tuple[int, ...] = field(init=False)  # at the forward
 
@@ -113,30 +128,58 @@ class Recorded:
 
     def wants(self, needed: Sequence[bool]) -> Wanted:
         """Return the targets that need a gradient."""
-        wanted: dict[str, list[int]] = {}
-        for at, (target, is_needed) in enumerate(zip(self.targets, needed, strict=True)):
-            if is_needed:
-                wanted.setdefault(target.name, []).append(at)
+        key = tuple(needed)
+        wanted: dict[str, list[int]] | None = self.found.get(key)
+        if wanted is None:
+            wanted = {}
+            for at, (target, is_needed) in enumerate(zip(self.targets, needed, strict=True)):
+                if is_needed:
+                    wanted.setdefault(target.name, []).append(at)
+            self.found[key] = wanted
         return wanted
 
     def slots_of(self, wanted: Wanted) -> tuple[int, ...] | None:
         """Return the slots whose gradients are wanted, ascending; None: those of whole stacks."""
-        slots = [self.targets[at].slot for places in wanted.values() for at in places]
-        named = {slot for slot in slots if slot is not None}
-        return tuple(sorted(named)) or None
+        key = "slots", *map(tuple, wanted.values())
+        if key not in self.found:
+            slots = [self.targets[at].slot for places in wanted.values() for at in places]
+            named = {slot for slot in slots if slot is not None}
+            self.found[key] = tuple(sorted(named)) or None
+        found: tuple[int, ...] | None = self.found[key]
+        return found
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the widest dtype of the gradients of a stack: each is rounded to its own."""
-        dtypes = (
-            leaf[1]
-            for leaf, target in zip(self.leaves, self.targets, strict=True)
-            if target.name == name
-        )
-        return reduce(torch.promote_types, dtypes)
+        dtype: torch.dtype | None = self.found.get(name)
+        if dtype is None:
+            dtypes = (
+                leaf[1]
+                for leaf, target in zip(self.leaves, self.targets, strict=True)
+                if target.name == name
+            )
+            dtype = self.found[name] = reduce(torch.promote_types, dtypes)
+        return dtype
 
     def without_factors(self) -> Any:
         """Return the layer without bias and output_scales."""
         return replace(self.weights, bias=None, output_scales=None)
+
+    def parts_of(
+        self, out: torch.Tensor, places: Sequence[int], slots: tuple[int, ...] | None
+    ) -> list[torch.Tensor]:
+        """Return the gradients of some recorded tensors of a stack; arguments as of `part_of`."""
+        whole = all(part == 0 for _, _, part in map(self.targets.__getitem__, places))
+        if slots is None or not whole or self.weights.num_slices > 1:
+            return [self.part_of(out, at, slots) for at in places]
+        # One call for all adapters; they come by here at each layer.
+        by_slot = dict(zip(slots, out.flatten(0, -3).unbind(), strict=True))
+        parts = []
+        for at in places:
+            part, (shape, dtype) = by_slot[self.targets[at].slot], self.leaves[at]  # type: ignore[index]
+            if part.shape != shape:
+                part = part[: shape[0], : shape[1]]
+            parts.append(part if part.dtype == dtype else part.to(dtype))
+        return parts
 
     def part_of(self, out: torch.Tensor, at: int, slots: tuple[int, ...] | None) -> torch.Tensor:
         """Return the gradient of a recorded tensor.

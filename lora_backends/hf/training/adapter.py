@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lora_backends.adapters import AdapterPool, Checkpoint
-from lora_backends.dispatch.gradients.recorded import SlotParameter, Target
+from lora_backends.dispatch.gradients.recorded import SlotParameter, SlotParameters, Target
 from lora_backends.errors import InvalidInputError, shown
 
 _version = operator.attrgetter("_version")
@@ -67,6 +67,8 @@ class TrainedAdapter:
         """By path, for the stack of the module alone."""
         self.joined: dict[str, tuple[SlotParameter, ...]] = {}
         """By path, for the stack that the module shares with its siblings."""
+        self.of_batches: dict[Any, tuple[list[TrainedAdapter], SlotParameters]] = {}
+        """By stack, the adapters of a batch that this one is the first of, and their parameters."""
         self._places: list[_Place] = []
         for path, spec in pool.modules.items():
             delta = checkpoint.modules.get(path)
@@ -126,6 +128,7 @@ class TrainedAdapter:
     @torch.no_grad()
     def leave_slot(self) -> None:
         """Give every parameter memory of its own: the slot belongs to another adapter from now."""
+        self.of_batches.clear()
         masters = {id(place.parameter) for place in self._masters}
         for parameter in self._all:
             if id(parameter) not in masters:

@@ -178,6 +178,8 @@ class Training:
                 raise
             del self.adapters[name]
             adapter.leave_slot()  # before another adapter may take the slot
+            for other in self.adapters.values():
+                other.of_batches.clear()  # they hold parameters
             self._note_empty()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from lora_backends.adapters import AdapterPool
 from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.gradients.differentiate import run_with_parameters
-from lora_backends.dispatch.gradients.recorded import SlotParameter
+from lora_backends.dispatch.gradients.recorded import SlotParameters
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.entries import RowAdapters
@@ -128,7 +128,7 @@ class TrainingCall(Request):
         if not self.touches(paths):
             return None
         weights = self.stacks[path]
-        parameters = [p for adapter in self._trained for p in adapter.alone.get(path, ())]
+        parameters = self._parameters(paths, joined=False)
         if is_embedding:
             plan = self.plan(x.shape, layout, paths)
             ids = x.flatten().contiguous()
@@ -165,8 +165,7 @@ class TrainingCall(Request):
             bias: [sum of widths], or None.
         """
         plan = self.plan(x.shape[:-1], layout, paths)
-        joined = (adapter.joined.get(path, ()) for adapter in self._trained for path in paths)
-        parameters = [parameter for each in joined for parameter in each]
+        parameters = self._parameters(paths, joined=True)
         with torch.no_grad():
             # `.data`: autograd refuses views that were made without a graph.
             y = functional.linear(x, weight, bias).contiguous().data
@@ -201,6 +200,20 @@ class TrainingCall(Request):
                     f"  to do: run the backward before the optimizer's step"
                 )
 
+    def _parameters(self, paths: Sequence[str], joined: bool) -> SlotParameters:
+        """Return those of the batch's adapters for one stack, kept for the next such batch."""
+        if not self._trained:
+            return SlotParameters(())
+        kept, key = self._trained[0].of_batches, (tuple(paths), joined)
+        adapters, found = kept.get(key, (None, None))
+        if found is None or adapters != self._trained:
+            sources = [each.joined if joined else each.alone for each in self._trained]
+            found = SlotParameters(
+                [p for source in sources for path in paths for p in source.get(path, ())]
+            )
+            kept[key] = list(self._trained), found
+        return found
+
     def _added(
         self,
         operation: str,
@@ -208,7 +221,7 @@ class TrainingCall(Request):
         weights: LoRAWeights,
         plan: Any,
         output: torch.Tensor,
-        parameters: Sequence[SlotParameter],
+        parameters: SlotParameters,
     ) -> torch.Tensor:
         """Return a copy of an output, whose graph goes on, with the LoRA added."""
         y = output.reshape(-1, output.shape[-1]).clone(memory_format=torch.contiguous_format)
@@ -222,7 +235,7 @@ class TrainingCall(Request):
         weights: LoRAWeights,
         plan: Any,
         y: torch.Tensor,
-        parameters: Sequence[SlotParameter],
+        parameters: SlotParameters,
         weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return run_with_parameters(

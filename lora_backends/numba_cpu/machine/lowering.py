@@ -241,6 +241,53 @@ def load_lanes(builder: Any, kind: Any, rows: list[Any], count: Any) -> list[Any
     return vectors
 
 
+def mask_of(builder: Any, count: Any) -> Any:
+    """Return which of 16 lanes come before `count`, an int64."""
+    indices = ir.Constant(ir.VectorType(I32, LANES), list(range(LANES)))
+    limit = builder.insert_element(undefined(indices.type), builder.trunc(count, I32), lane(0))
+    limit = shuffle(builder, limit, undefined(indices.type), [0] * LANES)
+    return builder.icmp_signed("<", indices, limit)
+
+
+def mask_all(builder: Any, bit: Any) -> Any:
+    """Return a mask of 16 times one bit."""
+    shape = ir.VectorType(bit.type, LANES)
+    first = builder.insert_element(undefined(shape), bit, lane(0))
+    return shuffle(builder, first, undefined(shape), [0] * LANES)
+
+
+def load_masked(builder: Any, kind: Any, address: Any, mask: Any) -> Any:
+    """Return 16 neighbours, widened; those that the mask leaves out are 0 and are not read."""
+    shape = raw_vector(kind)
+    pointer = builder.inttoptr(address, shape.as_pointer())
+    signature = ir.FunctionType(shape, [pointer.type, I32, mask.type, shape])
+    function = cgutils.get_or_insert_function(
+        builder.module, signature, f"llvm.masked.load.v{LANES}{element_name(kind)}.p0"
+    )
+    align = ir.Constant(I32, size_of(kind))
+    return widen(builder, kind, builder.call(function, [pointer, align, mask, zeros_of(shape)]))
+
+
+def store_masked(builder: Any, address: Any, vector: Any, mask: Any) -> None:
+    """Store the lanes of a vector of float32 that the mask names."""
+    pointer = builder.inttoptr(address, VECTOR.as_pointer())
+    signature = ir.FunctionType(ir.VoidType(), [VECTOR, pointer.type, I32, mask.type])
+    function = cgutils.get_or_insert_function(
+        builder.module, signature, f"llvm.masked.store.v{LANES}f32.p0"
+    )
+    builder.call(function, [vector, pointer, ir.Constant(I32, 4), mask])
+
+
+def element_name(kind: Any) -> str:
+    """Return how LLVM names elements in memory."""
+    return "f32" if kind == types.float32 else f"i{8 * size_of(kind)}"
+
+
+def zeros_of(shape: Any) -> Any:
+    """Return a vector of zeros."""
+    return ir.Constant(shape, None)
+
+
 def transpose_16_by_4(builder: Any, base: Any, step: Any) -> list[Any]:
     """Return four <16 x i32>: words 0 to 3 of 16 rows that lie `step` bytes apart."""
     quad = ir.VectorType(I32, 4)

@@ -319,3 +319,51 @@ def _fields(kind: Any, addresses: Iterator[int]) -> Any:
 
 def rows(base: tuple[int, int, int], t: int, like: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(base[0] + read_id(base[2] + 8 * (t + i)) * base[1] for i in range(len(like)))
+
+
+def rows_until(
+    base: tuple[int, int, int], t: int, last: int, like: tuple[Any, ...]
+) -> tuple[int, ...]:
+    places = [min(t + i, last) for i in range(len(like))]
+    return tuple(base[0] + read_id(base[2] + 8 * place) * base[1] for place in places)
+
+
+def steps_until(
+    start: int, step: int, first: int, last: int, like: tuple[Any, ...]
+) -> tuple[int, ...]:
+    return tuple(start + min(first + i, last) * step for i in range(len(like)))
+
+
+def load_first(kind: Marker, address: int, count: int) -> Vector:
+    row = _elements(kind, address, min(count, _LANES))
+    return np.pad(row, (0, _LANES - len(row)))
+
+
+def add_outer(
+    kind: Marker,
+    sums: tuple[Vector, ...],
+    rows: tuple[int, ...],
+    k: int,
+    vectors: tuple[Vector, ...],
+) -> tuple[Vector, ...]:
+    factors = [read(kind, row + k * kind.itemsize) for row in rows]
+    products = [factor * vector for factor in factors for vector in vectors]
+    return tuple(total + product for total, product in zip(sums, products, strict=True))
+
+
+def update_first(
+    rows: tuple[int, ...],
+    first: int,
+    count: int,
+    sums: tuple[Vector, ...],
+    factors: tuple[np.float32, ...],
+    begun: int,
+) -> None:
+    width = len(sums) // len(rows)
+    at = [_memory(row + 4 * first, np.dtype(np.float32), count) for row in rows]
+    new = []
+    for t, row in enumerate(at):
+        total = np.concatenate(sums[t * width : (t + 1) * width])[:count] * factors[t]
+        new.append(row + total if begun else total)
+    for row, total in zip(at, new, strict=True):
+        row[:] = total

@@ -408,3 +408,83 @@ def rows(builder: Any, base: Any, t: Any, like: Any) -> Any:
         row = lowering.load_value(builder, at, lowering.I64, 8)
         items.append(builder.add(start, builder.mul(row, step)))
     return items
+
+
+@operation(plain.rows_until, lambda base, t, last, like: types.UniTuple(types.int64, like.count))
+def rows_until(builder: Any, base: Any, t: Any, last: Any, like: Any) -> Any:
+    """rows_until(base, t, last, like): as `rows`; positions after `last` stand for it."""
+    start, step, order = base
+    items = []
+    for position in _until(builder, t, last, like):
+        at = builder.add(order, builder.mul(position, lowering.integer(8)))
+        row = lowering.load_value(builder, at, lowering.I64, 8)
+        items.append(builder.add(start, builder.mul(row, step)))
+    return items
+
+
+@operation(plain.steps_until, lambda *args: types.UniTuple(types.int64, args[-1].count))
+def steps_until(builder: Any, start: Any, step: Any, first: Any, last: Any, like: Any) -> Any:
+    """steps_until(address, stride, i, last, like): the addresses of items i, i + 1, ...
+
+    As many as `like` has items; items after `last` stand for it.
+    """
+    places = _until(builder, first, last, like)
+    items = [builder.add(start, builder.mul(place, step)) for place in places]
+    return items
+
+
+def _until(builder: Any, first: Any, last: Any, like: Any) -> list[Any]:
+    """Return first, first + 1, ... but none after `last`."""
+    places = [builder.add(first, lowering.integer(i)) for i in range(len(like))]
+    return [builder.select(builder.icmp_signed("<", place, last), place, last) for place in places]
+
+
+@operation(plain.load_first, VECTOR)
+def load_first(builder: Any, kind: Any, address: Any, count: Any) -> Any:
+    """load_first(kind, address, n): up to 16 neighbours, then zeros; no other memory is read."""
+    return lowering.load_masked(builder, kind, address, lowering.mask_of(builder, count))
+
+
+@operation(plain.add_outer, lambda kind, sums, *others: sums)
+def add_outer(builder: Any, kind: Any, sums: Any, addresses: Any, k: Any, vectors: Any) -> Any:
+    """add_outer(kind, sums, addresses, k, vectors): ``sums[t, i] + a[t, k] * vectors[i]``.
+
+    The addresses are of rows of a.
+    """
+    offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
+    for t, address in enumerate(addresses):
+        at = builder.add(address, offset)
+        raw = lowering.load_value(builder, at, lowering.raw_type(kind), lowering.size_of(kind))
+        factor = lowering.splat(builder, lowering.widen(builder, kind, raw))
+        for i, vector in enumerate(vectors):
+            item = t * len(vectors) + i
+            sums[item] = lowering.multiply_add(builder, factor, vector, sums[item])
+    return sums
+
+
+@operation(plain.update_first, types.void)
+def update_first(
+    builder: Any, rows: Any, first: Any, count: Any, sums: Any, factors: Any, begun: Any
+) -> Any:
+    """update_first(addresses, k, n, sums, factors, begun): n float32 of every row from k on.
+
+    Row t becomes ``sums[t] * factors[t]``, added to the row where `begun` is not 0. Equal addresses
+    must have equal sums.
+    """
+    width, masks = len(sums) // len(rows), []
+    offset = builder.mul(first, lowering.integer(4))
+    for i in range(width):
+        left = builder.sub(count, lowering.integer(LANES * i))
+        masks.append(lowering.mask_of(builder, left))
+    adds = builder.icmp_signed("!=", begun, lowering.integer(0))
+    results = []
+    for t, address in enumerate(rows):
+        factor = lowering.splat(builder, factors[t])
+        for i, mask in enumerate(masks):
+            at = builder.add(address, builder.add(offset, lowering.integer(4 * LANES * i)))
+            total = builder.fmul(sums[t * width + i], factor)
+            read = builder.and_(mask, lowering.mask_all(builder, adds))
+            row = lowering.load_masked(builder, types.float32, at, read)
+            results.append((at, builder.select(read, builder.fadd(row, total), total), mask))
+    for at, total, mask in results:  # last: rows may be equal
+        lowering.store_masked(builder, at, total, mask)
