@@ -12,6 +12,7 @@ dense = pytest.importorskip("lora_backends.numba_cpu.kernels.dense", exc_type=Im
 from numba import config  # noqa: E402
 from numba.core.caching import IndexDataCacheFile  # noqa: E402
 
+from lora_backends.numba_cpu.gradients import kernels, products  # noqa: E402
 from lora_backends.numba_cpu.kernels import (  # noqa: E402
     eight_bit,
     eight_bit_expand,
@@ -57,6 +58,10 @@ ENTRIES = {
     "expand_ragged": (eight_bit_expand, eight_bit_expand.expand_ragged),
     "grouping": (experts, experts.grouping_entry),
     "reduction": (experts, lambda: experts.reduction_entry(0)),
+    "backward of B": (kernels, kernels.b_entry),
+    "backward of A": (kernels, kernels.a_entry),
+    "with_weights": (products, lambda: products.with_weights(0, 0)),
+    "over_rows": (products, lambda: products.over_rows(0, 0)),
 }
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lora_backends.numba_cpu.gradients.products import ROWS, OverRows, WithWeights
 from lora_backends.numba_cpu.kernels.arguments import RowPointers
 from lora_backends.numba_cpu.kernels.shares import (
@@ -89,14 +91,14 @@ def b_entry() -> Any:
         layer = record(LayerPointers, args.layer)
         part, parts = part_of(args)
         scales = RowPointers(args.scales, args.scales_row, args.order)
-        total, before = 0, 0
+        total, before, cost = np.int64(0), np.int64(0), np.int64(1)  # literals compile once more
         for i in range(args.num_segments):
             segment = segment_at(args.segments, i)
             total += (segment.stop - segment.start + ROWS - 1) // ROWS
         for i in range(args.num_segments):
             segment = segment_at(args.segments, i)
             tiles = (segment.stop - segment.start + ROWS - 1) // ROWS
-            low, high = units_of(part, parts, total, before, tiles, 1)
+            low, high = units_of(part, parts, total, before, tiles, cost)
             before += tiles
             start = segment.start + low * ROWS
             stop = min(segment.start + high * ROWS, segment.stop)
