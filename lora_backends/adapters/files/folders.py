@@ -21,7 +21,7 @@ Stamp = tuple[tuple[str, int, int, int, int], ...]
 """
 
 TICK_S = 0.01
-"""The longest tick of Linux' timer in seconds: two writes in one tick give a file the same times."""
+"""The longest tick of Linux' timer in seconds: writes in one tick give a file the same times."""
 
 _FILES = re.compile(r"adapter_(config\.json|model.*)$")
 

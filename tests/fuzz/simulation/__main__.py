@@ -1,4 +1,4 @@
-"""Random runs of threads, files, failures and interrupts on pool, store and requests.
+"""Random runs of threads, files, failures and interrupts on pool and store.
 
 python -m tests.fuzz.simulation --cases 10000 --result tests/fuzz/results.json
 python -m tests.fuzz.simulation --only 1234

@@ -73,9 +73,7 @@ class Disk:
         self._sim.pause("scandir")
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries)
-        yield [
-            SimpleNamespace(name=n, stat=lambda n=n: self._stat(Path(folder, n))) for n in names
-        ]
+        yield [SimpleNamespace(name=n, stat=lambda n=n: self._stat(Path(folder, n))) for n in names]
 
     def open(self, path: Path, flags: int) -> int:
         """Open a file as `os.open`."""

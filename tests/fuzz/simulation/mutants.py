@@ -1,4 +1,4 @@
-"""Bugs planted into pool, store and requests, each of which a few runs have to find."""
+"""Bugs planted into pool and store, each of which some runs have to find."""
 
 import contextlib
 import inspect
@@ -38,7 +38,10 @@ MUTANTS = {
         slots.SlotTable, "in_use", "self._holds[token] = _Hold(by, ", "_Hold(by, "
     ),
     "a hold is not released": Mutant(
-        slots.SlotTable, "in_use", "self._holds.pop(token, None)", "by == 'call' and self._holds.pop(token, None)"
+        slots.SlotTable,
+        "in_use",
+        "self._holds.pop(token, None)",
+        "by == 'call' and self._holds.pop(token, None)",
     ),
     "the end of a write ahead wakes nobody": Mutant(
         slots.SlotTable, "settle", "self._settled.notify_all()", "pass"
@@ -58,11 +61,14 @@ MUTANTS = {
         "self.slots.vacate(name, slot)",
         "self.slots.vacate(name, slot); self.slots.assign(name, slot)",
     ),
-    "ranks of the evicted adapter stay": Mutant(pool.AdapterPool, "put", "self._clear(slot)", "pass"),
+    "ranks of the evicted adapter stay": Mutant(
+        pool.AdapterPool, "put", "self._clear(slot)", "pass"
+    ),
     "a failed write ahead keeps its slot": Mutant(
-        pool.AdapterPool, "put_ahead",
+        pool.AdapterPool,
+        "put_ahead",
         "except BaseException:\n        self._give_up(slot)",
-        "except BaseException:"
+        "except BaseException:",
     ),
     "an update can be interrupted": Mutant(
         pool.AdapterPool,

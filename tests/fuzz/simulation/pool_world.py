@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-
 from lora_backends.adapters import AdapterStore, Checkpoint
 from lora_backends.adapters.pool.stacks import ModuleStacks
 from lora_backends.errors import LoRABackendError
@@ -291,10 +290,15 @@ class PoolWorld:
             self._unsure.add(name)
             raise
         self._pins[name] += 1
-        if self._draw.random() < 0.3:
-            self._attempt(lambda: self._pin(name))
-        self._attempt(self._any_operation())
-        self._pins[name] -= 1
+        try:
+            if self._draw.random() < 0.3:
+                self._attempt(lambda: self._pin(name))
+            self._attempt(self._any_operation())
+        except Interrupt:  # while the next operation was drawn: nobody takes the pin back
+            self._unsure.add(name)
+            raise
+        finally:
+            self._pins[name] -= 1
         try:
             self._model.unpin_adapter(name)
         except BaseException as error:
@@ -407,5 +411,3 @@ def failing(world: PoolWorld, method: str) -> Callable[..., object]:
         return original(*arguments)
 
     return run
-
-

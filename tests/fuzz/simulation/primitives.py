@@ -1,7 +1,7 @@
 """Locks, conditions, events, threads, queues and executors of the simulation that runs.
 
-They keep the promises of the standard library's. Queues and executors are the standard library's own
-code on simulated locks.
+They keep the promises of the standard library's. Queues and executors are the standard library's
+own code on simulated locks.
 """
 
 import concurrent.futures

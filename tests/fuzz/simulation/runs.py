@@ -1,4 +1,4 @@
-"""One run of the simulation, with the seams at which it takes the place of threads, time and files."""
+"""One run of the simulation, and the seams where it replaces threads, time and files."""
 
 import contextlib
 import gc
@@ -96,7 +96,10 @@ def seams(world: PoolWorld) -> contextlib.AbstractContextManager[None]:
         (files, "os", _changed(os, open=disk.open)),
         (files, "open", disk.opener()),
         (files, "_READERS", files._READERS | {"tests", "fuzz"}),  # the disk's errors are a file's
-        *((ModuleStacks, name, failing(world, name)) for name in ("write", "write_tables", "reserve")),
+        *(
+            (ModuleStacks, name, failing(world, name))
+            for name in ("write", "write_tables", "reserve")
+        ),
     )
 
 

@@ -174,7 +174,9 @@ class Simulation:
                 pass
             except BaseException as error:
                 told = "".join(traceback.format_exception(error)[-12:])
-                self._note_failure(f"{task.name} ended with {type(error).__name__}: {error}\n{told}")
+                self._note_failure(
+                    f"{task.name} ended with {type(error).__name__}: {error}\n{told}"
+                )
             finally:
                 sys.settrace(None)
                 task.done = True
@@ -298,5 +300,3 @@ class Simulation:
             return False
         self._interrupt_in -= 1
         return self._interrupt_in <= 0
-
-
