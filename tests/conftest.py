@@ -10,6 +10,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+from lora_backends.adapters.files import folders
+
+folders.TICK_S = 0.0
+"""Tests write a file once, before they read it, and need not wait for the timer's next tick."""
+
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 

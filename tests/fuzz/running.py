@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lora_backends.adapters.files import folders
 from lora_backends.bench.results import new_result as new_measurement
 from lora_backends.bench.results import write_whole
 
@@ -128,6 +129,7 @@ def main(name: str, about: str | None, opens: OpenFuzzer) -> int:
     parser.add_argument("--only", type=int, help="the number of one case to repeat")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    folders.TICK_S = 0.0  # as in tests/conftest.py
     with suppress(ValueError, OSError):  # what takes all memory shall end here, not the machine
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     with opens(given.seed) as run:

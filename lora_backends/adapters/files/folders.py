@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lora_backends.adapters.files.formats import CONFIG_FILE
@@ -16,6 +19,9 @@ Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 `mv` and `rsync` keep the mtime of a file, but not its ctime.
 """
+
+TICK_S = 0.01
+"""The longest tick of Linux' timer in seconds: writes in one tick give a file the same times."""
 
 _FILES = re.compile(r"adapter_(config\.json|model.*)$")
 
@@ -60,6 +66,26 @@ def stamp_of(folder: Path) -> Stamp | None:
         if stat.S_ISREG(s.st_mode)
     )
     return tuple(stamps) or None
+
+
+@contextmanager
+def unchanged(folder: Path) -> Iterator[Stamp | None]:
+    """Refuse an adapter whose files change while the block reads them; yields their stamp.
+
+    Raises:
+        InvalidInputError: at the end of the block, they have changed; or as `stamp_of`.
+    """
+    before = stamp_of(folder)
+    # A further write in the tick of the last one would leave the stamp as it is.
+    while before is not None and 0 <= (age := time.time() - newest(before)) < TICK_S:
+        time.sleep(TICK_S - age)
+        before = stamp_of(folder)
+    yield before
+    if stamp_of(folder) != before:
+        raise InvalidInputError(
+            f"the files of {folder} changed while they were read\n"
+            f"  to do: load it when they are complete"
+        )
 
 
 def newest(stamp: Stamp) -> float:

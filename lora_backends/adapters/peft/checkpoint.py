@@ -14,6 +14,7 @@ from torch import Tensor
 from lora_backends.adapters.experts.names import ruled_names, take_experts
 from lora_backends.adapters.experts.source import ExpertSource
 from lora_backends.adapters.experts.tensors import read_experts
+from lora_backends.adapters.files.folders import unchanged
 from lora_backends.adapters.files.formats import (
     CONFIG_FILE,
     LONGEST_NAME,
@@ -168,10 +169,11 @@ def read_with_options(folder: str | Path, options: ReadOptions) -> Checkpoint:
     check_folder(path)
     if kind_of(path / CONFIG_FILE) is None:
         raise no_config(path)
-    config = read_config(path / CONFIG_FILE, options.limits, options.own_modules)
-    check_beside(path)
-    with torch.device("cpu"):  # whatever the caller's default device is
-        weights, tensors = read_tensors(path, options.limits)
+    with unchanged(path):
+        config = read_config(path / CONFIG_FILE, options.limits, options.own_modules)
+        check_beside(path)
+        with torch.device("cpu"):  # whatever the caller's default device is
+            weights, tensors = read_tensors(path, options.limits)
     return checked_checkpoint(path, weights, config, tensors, options)
 
 

@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 
-from lora_backends.adapters.files.folders import Stamp, adapter_folders, newest, stamp_of
+from lora_backends.adapters.files.folders import (
+    Stamp,
+    adapter_folders,
+    newest,
+    stamp_of,
+    unchanged,
+)
 from lora_backends.adapters.pool.pool import AdapterPool, Loaded
 from lora_backends.adapters.pool.slots import Commit
 from lora_backends.adapters.pool.staging import Staged, check_checkpoint
@@ -348,17 +354,12 @@ class AdapterStore:
 
     def _read(self, folder: Path) -> CachedAdapter:
         """Read a checkpoint whose files do not change meanwhile."""
-        before = stamp_of(folder)
-        checkpoint = self._pool.read(folder)
-        self.disk_reads += 1
-        if stamp_of(folder) != before:
-            raise InvalidInputError(
-                f"the files of {folder} changed while they were read\n"
-                f"  to do: load it when they are complete"
-            )
+        with unchanged(folder) as stamp:
+            checkpoint = self._pool.read(folder)
+            self.disk_reads += 1
         if self._accept is not None:
             self._accept(checkpoint)
-        return CachedAdapter(*_counted(checkpoint, self._pool.device), before)
+        return CachedAdapter(*_counted(checkpoint, self._pool.device), stamp)
 
     def _changed(self, name: str) -> _Ready | None:
         """Return newer files of an adapter in a slot or in memory, once they have been quiet."""

@@ -1,0 +1,56 @@
+"""A few runs of the simulation, and bugs that it has to find in as few."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft", reason="the world's model has PEFT's adapters")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+RUNS = 8
+PLANTED = (
+    "a hold is not released",
+    "a slot is settled without the lock's condition",
+    "an unpin takes all pins",
+    "the old name stays while a slot is written",
+    "ranks of the evicted adapter stay",
+    "a torn file is accepted",
+    "a failed prefetch stays",
+)
+"""Of mutants.py, those that the first runs find."""
+
+
+def printed_by(*arguments):
+    environment = os.environ | {"PYTHONHASHSEED": "0"}  # the order of sets is a part of a run
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_some_runs_hold_and_each_is_the_same_again():
+    code = f"""
+from tests.fuzz.simulation.runs import run
+found = [run(number) for number in range({RUNS})]
+assert not [one.failure for one in found if one.failure], found
+assert run(0).digest == found[0].digest
+print(sum(one.turns for one in found))
+"""
+    assert int(printed_by("-c", code)) > 1000
+
+
+def test_planted_bugs_are_found():
+    code = f"""
+from tests.fuzz.simulation.mutants import MUTANTS, planted
+from tests.fuzz.simulation.runs import run
+for name in {PLANTED}:
+    with planted(MUTANTS[name]):
+        if not any(run(number).failure for number in range({RUNS})):
+            print("not found:", name)
+"""
+    assert printed_by("-c", code) == ""
