@@ -1,12 +1,18 @@
 """Adapters that change while vLLM serves them, from memory: `update`, `versions`, `rollback`.
 
-Each version is an adapter of its own inside vLLM. A request takes the newest version when the
-engine receives it and ends under it; the prefix cache tells versions apart. A version that requests
-use needs a slot, so an engine needs more `max_loras` than it has names of adapters.
+Each version is an adapter of its own inside vLLM. One version of each name is current: the one that
+`update` or `rollback` set last. A request takes the current version when the engine receives it and
+keeps it to its end. Versions share no blocks of the prefix cache. Each version that requests use
+takes a slot, so set `max_loras` above the number of live adapters.
 
 The functions take a `vllm.LLM`, an `LLMEngine`, an `AsyncLLM` (then they return an awaitable), or
 the address of a server that was started with VLLM_SERVER_DEV_MODE=1. Call them from the thread that
-runs the engine.
+runs the engine. Besides the errors below, every function but `request` raises:
+
+- InvalidInputError: `engine` is none of these;
+- UnsupportedInputError: the engine cannot run live adapters, for example without `enable_lora` or
+  with `data_parallel_size` above 1;
+- BackendUnavailableError: the engine runs without the plug-in, or the server does not answer.
 """
 
 from __future__ import annotations
@@ -31,36 +37,41 @@ def update(
     version: int,
     keep: int = 2,
 ) -> Any:
-    """Give an adapter a new version, on every worker, between two steps of the engine.
+    """Load a version of an adapter on every worker, between two steps of the engine.
 
-    A failed update changes nothing. From then on, requests that name the adapter take the version.
+    New requests that name the adapter take this version. Its layers compute
+    ``y += scaling * (x @ A.T) @ B.T``. A failed update changes nothing.
 
     Args:
-        engine: that runs with the plug-in.
-        name: of the adapter; a new one is made.
-        tensors: by PEFT's names, on any device; they are copied.
-        config: a `peft.LoraConfig`, or the contents of `adapter_config.json`.
-        version: a number that the adapter's versions do not have.
-        keep: versions that stay in host memory for `rollback`, the new one among them. More stay
-            while requests use them.
+        engine: an engine with the plug-in, or a server's address.
+        name: the adapter's name. If no live adapter has it, the update creates one.
+        tensors: all tensors of the adapter by PEFT's names: `lora_A` [rank, in_features], `lora_B`
+            [out_features, rank], and those of other supported kinds. They may be on any device.
+            The workers hold copies in vLLM's `lora_dtype`.
+        config: a `peft.LoraConfig`, or the contents of `adapter_config.json` as a dict.
+        version: a number, at least 0, that no version of the adapter has.
+        keep: how many versions stay in host memory for `rollback`, including this one; at least 1.
+            An older version also stays while requests use it.
 
     Raises:
-        InvalidInputError: the tensors are incomplete, not finite or of wrong shapes, or the version
-            is there.
-        UnsupportedInputError: a feature of the adapter or a setting of the engine.
-        BackendUnavailableError: the engine runs without the plug-in.
+        InvalidInputError: tensors are missing, not finite or of wrong shapes, the rank is above
+            `max_lora_rank`, or a version has the number.
+        UnsupportedInputError: the engine cannot run the adapter, or it has more than 4 GiB.
     """
     text, data = config_text(config), packed(tensors)
     return ask(engine, lambda answer: None, "update", name, version, keep, text, data)
 
 
 def versions(engine: Any) -> Any:
-    """Return the numbers of the versions of each live adapter, by name."""
+    """Return the version numbers of each live adapter, ascending: ``{"alice": [6, 7]}``."""
     return ask(engine, lambda answer: answer["versions"], "versions")
 
 
 def memory(engine: Any) -> Any:
-    """Return the bytes that each version has on the host, of all workers: by name and number."""
+    """Return the bytes of host memory that each version takes, summed over all workers.
+
+    The result has the form ``{"alice": {6: 126976, 7: 126976}}``.
+    """
 
     def read(answer: dict[str, Any]) -> dict[str, dict[int, int]]:
         return {
@@ -72,7 +83,7 @@ def memory(engine: Any) -> Any:
 
 
 def rollback(engine: Any, name: str, *, version: int) -> Any:
-    """Let new requests take a version that is still kept.
+    """Make a version that is still in host memory the current one. No tensor is sent.
 
     Raises:
         InvalidInputError: the adapter has no such version.
@@ -81,18 +92,24 @@ def rollback(engine: Any, name: str, *, version: int) -> Any:
 
 
 def remove(engine: Any, name: str) -> Any:
-    """Forget an adapter. Requests that have begun end under their version.
+    """Remove a live adapter. Requests that have begun keep their version to their end.
 
     Raises:
-        InvalidInputError: there is none of this name.
+        InvalidInputError: no live adapter has this name.
     """
     return ask(engine, lambda answer: None, "remove", name)
 
 
 def request(name: str, version: int | None = None) -> Any:
-    """Return vLLM's `LoRARequest` for the newest version of an adapter, or for one of its versions.
+    """Return vLLM's `LoRARequest` for a live adapter.
 
-    Any other `LoRARequest` of the same `lora_name` takes the newest version too.
+    Any other `LoRARequest` with the adapter's name as `lora_name` takes the current version, too.
+    The engine refuses a request for an adapter or a version that it does not have.
+
+    Args:
+        name: the adapter's name.
+        version: the number of a version; None: the one that is current when the engine receives
+            the request.
     """
     from vllm.lora.request import LoRARequest
 

@@ -1,9 +1,9 @@
-"""Live adapters in the core of an engine, which schedules requests and commands the workers.
+"""Live adapters in an engine's core, which schedules requests and calls the workers.
 
 An update is one call between two steps: every worker reads and checks the tensors, then every
-worker takes them, and then the core lets new requests take the version. vLLM runs each version as
-an adapter of its own, so a running request keeps the one that it began under, and blocks of the
-prefix cache are told apart.
+worker commits them, and then the core gives the version to new requests. vLLM runs each version as
+an adapter of its own. So a running request keeps the version that it began with, and versions share
+no blocks of the prefix cache.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lora_backends.integrations.vllm.live.messages import (
 from lora_backends.integrations.vllm.methods import replace
 
 CORE = "vllm.v1.engine.core"
-"""vLLM's module of the class that runs in an engine's own process, or in the caller's."""
+"""vLLM's module of `EngineCore`, which runs in an engine's own process or in the caller's."""
 ENGINE = "vllm.v1.engine.llm_engine"
-"""vLLM's module of the class that callers step by themselves."""
+"""vLLM's module of `LLMEngine`, which callers step themselves."""
 
 
 def follow() -> None:
-    """Let engines of this process answer to `METHOD`, and workers too.
+    """Let the engines and workers of this process answer calls of `METHOD`.
 
     Raises:
         UnsupportedInputError: this version of vLLM lacks a method that is wrapped.
@@ -54,7 +54,7 @@ def _collective_rpc(
     args: Sequence[Any] = (),
     kwargs: Any = None,
 ) -> Any:
-    """Answer to calls about live adapters; vLLM has no other public way into its core."""
+    """Answer calls about live adapters; vLLM has no other public way into its core."""
     if method != METHOD:
         return original(core, method, timeout, args, kwargs)
     try:
@@ -73,7 +73,7 @@ def _answer(core: Any, action: str = "", name: str = "", *more: Any) -> dict[str
         state.remove(name)
     elif action != "versions":
         raise InvalidInputError(
-            f"live adapters do not know {shown(action)}\n"
+            f"live adapters have no action {shown(action)}\n"
             f"  allowed: update, rollback, remove, versions"
         )
     unused = state.take_unused()
@@ -104,8 +104,9 @@ def _update(
     number, keep = _number(version), _number(keep)
     if not isinstance(name, str) or not name or keep < 1:
         raise InvalidInputError(
-            f"a live adapter cannot be kept\n  given: name {shown(name)}, keep {keep}\n"
-            f"  allowed: a name, and at least 1 version"
+            f"a live adapter needs a name and a version to keep\n"
+            f"  given: name {shown(name)}, keep {keep}\n"
+            f"  allowed: a nonempty name, keep of at least 1"
         )
     _check_settings(core.vllm_config)
     state.check_new(name, number)
@@ -115,7 +116,7 @@ def _update(
     except Exception:
         _ask_workers(core, "drop", [id_])
         raise
-    _ask_workers(core, "commit", id_)  # moves what is there: nothing in it can fail
+    _ask_workers(core, "commit", id_)  # only moves a reference, so it cannot fail
     internal = request_name(name, number, id_)
     request = LoRARequest(internal, id_, SCHEME + internal)
     invocation = config_of(config).get("alora_invocation_tokens") or ()
@@ -145,14 +146,14 @@ def _number(value: Any) -> int:
     text = str(value)
     if isinstance(value, bool) or not text.isdecimal():
         raise InvalidInputError(
-            f"a version of a live adapter is a number\n  given: {shown(value)}\n"
+            f"version and keep of a live adapter are numbers\n  given: {shown(value)}\n"
             f"  allowed: an int, at least 0"
         )
     return int(text)
 
 
 def _preprocess(original: Callable[..., Any], core: Any, request: Any, *args: Any) -> Any:
-    """Give a new request the version that it is to begin and end under."""
+    """Give a new request the version that it keeps to its end."""
     lora, state = request.lora_request, core.__dict__.get("lora_backends_live")
     if lora is None:
         return original(core, request, *args)
@@ -176,7 +177,7 @@ def _preprocess(original: Callable[..., Any], core: Any, request: Any, *args: An
 def _add_request(
     original: Callable[..., Any], engine: Any, request_id: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Forget a request that is refused: vLLM notes it first, and would wait for its answer."""
+    """Abort a request that is refused: vLLM has registered it and would wait for its answer."""
     try:
         return original(engine, request_id, *args, **kwargs)
     except LoRABackendError:
@@ -185,7 +186,7 @@ def _add_request(
 
 
 def _check_blend(state: Versions, lora: Any) -> None:
-    """Refuse a blend of live adapters: vLLM would keep the versions that it was made of."""
+    """Refuse a blend of live adapters: it would keep the versions that it was made from."""
     from lora_backends.integrations.vllm.adapters.blends import terms_of
 
     held = state.held()
@@ -198,7 +199,7 @@ def _check_blend(state: Versions, lora: Any) -> None:
 
 
 def _add_lora(original: Callable[..., Any], core: Any, request: Any) -> Any:
-    """Let vLLM's server take the name of a live adapter, whose tensors the workers have."""
+    """Let vLLM's server register a live adapter, whose tensors the workers have already."""
     if _versions(core).asked_for(request.lora_name, request.lora_path) is not None:
         return True
     _check_blend(_versions(core), request)

@@ -1,4 +1,4 @@
-"""How a client asks an engine about live adapters: by vLLM's `collective_rpc`."""
+"""Calls from a client to an engine about live adapters, through vLLM's `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lora_backends.errors import BackendUnavailableError, InvalidInputError
 from lora_backends.integrations.vllm.live.messages import METHOD, checked
 
 ROUTE = "/collective_rpc"
-"""vLLM's route, which its server has with VLLM_SERVER_DEV_MODE=1."""
+"""The route of vLLM's server, which exists with VLLM_SERVER_DEV_MODE=1."""
 
 
 def ask(engine: Any, read: Callable[[dict[str, Any]], Any], *args: Any) -> Any:
-    """Ask an engine, and return what `read` makes of its answer; for an AsyncLLM an awaitable.
+    """Call an engine, and return `read` of its answer; for an AsyncLLM an awaitable.
 
     Raises:
-        InvalidInputError: the engine is none.
-        BackendUnavailableError: it runs without the plug-in.
-        LoRABackendError: as the engine answers.
+        InvalidInputError: `engine` is not an engine of vLLM.
+        BackendUnavailableError: it runs without the plug-in, or the server does not answer.
+        LoRABackendError: the error that the engine answers with, by its type.
     """
     if isinstance(engine, str):
         return read(checked(_posted(engine, args)))
@@ -47,7 +47,7 @@ async def _awaited(answers: Awaitable[Sequence[Any]], read: Callable[[dict[str, 
 
 
 def _is_followed() -> bool:
-    """Return whether the plug-in is active in this process, as then in the engine's."""
+    """Return whether the plug-in is active in this process, and so in the engine's."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     return hasattr(WorkerBase, METHOD)
@@ -72,12 +72,12 @@ def _posted(address: str, args: Sequence[Any]) -> Any:
             return json.loads(answer.read())["results"][0]
     except urllib.error.HTTPError as error:
         raise BackendUnavailableError(
-            f"the server does not answer about live adapters\n"
+            f"the server does not take calls about live adapters\n"
             f"  given: HTTP status {error.code} from {address}{ROUTE}\n"
             f"  to do: start it with VLLM_SERVER_DEV_MODE=1 and {VLLM_VARIABLE}"
         ) from error
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise BackendUnavailableError(
-            f"the server does not answer about live adapters\n"
+            f"the server did not answer a call about live adapters\n"
             f"  given: {address}, {type(error).__name__}: {error}"
         ) from error

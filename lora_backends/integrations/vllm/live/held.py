@@ -1,4 +1,4 @@
-"""The versions of an engine's live adapters: the one that new requests take, those in use."""
+"""The versions of an engine's live adapters: current, kept for rollback, or still in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST_ID = 2**30
 
 
 class Hold:
-    """Keeps a version while vLLM makes a request of it."""
+    """Marks a version as used while vLLM builds a request for it."""
 
 
 @dataclass(eq=False)
@@ -25,9 +25,9 @@ class Version:
 
     number: int
     id: int
-    request: Any  # the `LoRARequest` by which vLLM runs it; its name and path are like no other
+    request: Any  # the `LoRARequest` by which vLLM runs it, with a unique name and path
     num_bytes: int  # on the host, of all workers
-    users: WeakSet[Any] = field(default_factory=WeakSet)  # requests, while vLLM holds them
+    users: WeakSet[Any] = field(default_factory=WeakSet)  # requests that vLLM still holds
 
     @property
     def is_used(self) -> bool:
@@ -38,20 +38,20 @@ class Version:
 class Versions:
     """Every live adapter of an engine.
 
-    The engine's main thread changes it; another thread asks which version a new request takes.
+    The engine's main thread changes the versions; another thread looks up those of new requests.
     """
 
     def __init__(self) -> None:
         self.lock = (
             threading.Lock()
         )  # held while a request takes a version, and while one is dropped
-        self._held: dict[str, list[Version]] = {}  # by name; the last one is the current
-        self._keep: dict[str, int] = {}  # versions of a name that are kept without requests
-        self._removed: list[Version] = []  # which requests still use
+        self._held: dict[str, list[Version]] = {}  # by name; the last one is current
+        self._keep: dict[str, int] = {}  # by name: versions to keep without users
+        self._removed: list[Version] = []  # of removed adapters, still used by requests
         self._next_id = FIRST_ID
 
     def new_id(self) -> int:
-        """Return an id that no version has had."""
+        """Return an id that no version has had yet."""
         self._next_id += 1
         return self._next_id - 1
 
@@ -60,20 +60,20 @@ class Versions:
         return {name: list(versions) for name, versions in self._held.items()}
 
     def check_new(self, name: str, number: int) -> None:
-        """Refuse a number that a version of the adapter has.
+        """Refuse the number of a version that the adapter has.
 
         Raises:
-            InvalidInputError: there is one.
+            InvalidInputError: a version has this number.
         """
         taken = numbers(self._held.get(name, []))
         if number in taken:
             raise InvalidInputError(
                 f"live adapter {name!r} has a version {number}\n"
-                f"  allowed: another number than {', '.join(map(str, taken))}"
+                f"  allowed: a number other than {', '.join(map(str, taken))}"
             )
 
     def put(self, name: str, version: Version, keep: int | None = None) -> None:
-        """Let new requests take a version."""
+        """Make a version the current one."""
         with self.lock:
             others = [each for each in self._held.get(name, []) if each is not version]
             self._held[name] = [*others, version]
@@ -81,10 +81,10 @@ class Versions:
                 self._keep[name] = keep
 
     def find(self, name: str, number: int | None = None) -> Version:
-        """Return a version of an adapter, the current one without a number.
+        """Return a version of an adapter; without a number, the current one.
 
         Raises:
-            InvalidInputError: there is none.
+            InvalidInputError: no such adapter, or no such version.
         """
         versions = self._held.get(name)
         if not versions:
@@ -101,19 +101,19 @@ class Versions:
         raise InvalidInputError(
             f"live adapter {name!r} has no version {number}\n"
             f"  allowed: {', '.join(map(str, numbers(versions)))}\n"
-            f"  to do: keep more versions: live.update(..., keep=)"
+            f"  to do: keep more versions with live.update(..., keep=)"
         )
 
     def asked_for(self, name: str, path: str, request_id: str = "") -> Version | None:
-        """Return the version that a `LoRARequest` of a user asks for; None if it asks for a file.
+        """Return the version that a user's `LoRARequest` names; None if the adapter is not live.
 
         Args:
-            name: of the request's adapter.
-            path: its `lora_path`; with `SCHEME`, a live adapter and possibly a version.
+            name: `lora_name` of the request.
+            path: `lora_path` of the request; after `SCHEME` it names an adapter or a version.
             request_id: vLLM's. The samples of one request (n > 1) take the version of the first.
 
         Raises:
-            InvalidInputError: it asks for a live adapter, or a version, that is not there.
+            InvalidInputError: no such live adapter, or no such version.
         """
         if path.startswith(SCHEME):
             name = path.removeprefix(SCHEME)
@@ -134,17 +134,17 @@ class Versions:
         return None
 
     def remove(self, name: str) -> None:
-        """Forget an adapter; requests that began under it end under it.
+        """Remove an adapter; its versions stay while requests use them.
 
         Raises:
-            InvalidInputError: there is none.
+            InvalidInputError: no live adapter has this name.
         """
         self.find(name)
         with self.lock:
             self._removed += self._held.pop(name)
 
     def take_unused(self) -> list[Version]:
-        """Forget the versions that are not kept and that no request uses, and return them."""
+        """Drop and return the versions beyond those to keep that no request uses."""
         with self.lock:
             unused = [version for version in self._removed if not version.is_used]
             self._removed = [version for version in self._removed if version not in unused]
@@ -156,10 +156,10 @@ class Versions:
 
 
 def request_name(name: str, number: int, id_: int) -> str:
-    """Return the name that vLLM knows a version by, which its prefix cache tells adapters by."""
+    """Return vLLM's name of a version, a key of its prefix cache."""
     return f"{name}@{number}#{id_}"
 
 
 def numbers(versions: Iterable[Version]) -> list[int]:
-    """Return the numbers of versions, in order."""
+    """Return the numbers of versions, ascending."""
     return sorted(version.number for version in versions)

@@ -1,7 +1,7 @@
-"""What an engine's client, its core and its workers tell each other about live adapters.
+"""Messages about live adapters between a client, an engine's core and its workers.
 
-All of it is strings, numbers, bytes and dicts of them: vLLM pickles nothing between processes by
-default, and its HTTP route takes JSON.
+They hold strings, numbers, bytes and dicts only: vLLM pickles nothing between processes by default,
+and its HTTP route takes JSON.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from lora_backends import errors
 from lora_backends.errors import InvalidInputError, LoRABackendError, UnsupportedInputError, shown
 
 METHOD = "lora_backends_live"
-"""The method that a client asks for by vLLM's `collective_rpc`; workers have it too."""
+"""The method that clients call through vLLM's `collective_rpc`; workers have it, too."""
 
 SCHEME = "live:"
 """Before the name of a live adapter, in the `lora_path` of a `LoRARequest`."""
 
 LARGEST = 2**32 - 1
-"""Bytes of a message of vLLM, at most."""
+"""The largest message of vLLM in bytes."""
 
 
 def packed(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Return tensors in the format of safetensors, copied to the host.
 
     Raises:
-        InvalidInputError: they are no tensors by name.
-        UnsupportedInputError: they are too many bytes for a message of vLLM.
+        InvalidInputError: not a dict of tensors by name, or an empty one.
+        UnsupportedInputError: too many bytes for one message of vLLM.
     """
     import safetensors.torch
 
@@ -46,7 +46,7 @@ def packed(tensors: Mapping[str, torch.Tensor]) -> bytes:
     if wrong or not tensors:
         given = f"{shown(wrong[0][0])}: {type(wrong[0][1]).__name__}" if wrong else "no tensors"
         raise InvalidInputError(
-            f"a live adapter is a dict of tensors\n  given: {given}\n"
+            f"the tensors of a live adapter must be a dict of tensors\n  given: {given}\n"
             f"  allowed: tensors by PEFT's names, as peft.get_peft_model_state_dict or "
             f"MultiLoRAModel.adapter_parameters returns them"
         )
@@ -68,7 +68,7 @@ def unpacked(data: bytes | str) -> dict[str, torch.Tensor]:
     """Return the tensors of a message; text is base64, as it comes through HTTP.
 
     Raises:
-        InvalidInputError: it is not in the format of safetensors.
+        InvalidInputError: the message is not in the format of safetensors.
     """
     import safetensors
     import safetensors.torch
@@ -89,7 +89,7 @@ def config_text(config: Any) -> str:
     """Return a configuration of PEFT as JSON, as `adapter_config.json` holds it.
 
     Raises:
-        InvalidInputError: it is none.
+        InvalidInputError: neither a `LoraConfig` nor a dict, or a value has no form in JSON.
     """
     values = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping):
@@ -101,7 +101,7 @@ def config_text(config: Any) -> str:
         return json.dumps(dict(values), default=_plain)
     except (TypeError, ValueError) as error:
         raise InvalidInputError(
-            f"the configuration of a live adapter is no JSON\n  given: {error}"
+            f"the configuration of a live adapter cannot be written as JSON\n  given: {error}"
         ) from error
 
 
@@ -109,7 +109,7 @@ def config_of(text: str) -> dict[str, Any]:
     """Return the configuration in a message.
 
     Raises:
-        InvalidInputError: it is no JSON object.
+        InvalidInputError: the text is not a JSON object.
     """
     try:
         values = json.loads(text)
@@ -117,13 +117,13 @@ def config_of(text: str) -> dict[str, Any]:
         values = None
     if not isinstance(values, dict):
         raise InvalidInputError(
-            f"the configuration of a live adapter is no JSON object\n  given: {shown(text)}"
+            f"the configuration of a live adapter is not a JSON object\n  given: {shown(text)}"
         )
     return values
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """Return an error as an answer: after a worker raises, vLLM leaves other answers unread."""
+    """Return an error as an answer: if a worker raised, vLLM would leave other answers unread."""
     if isinstance(error, LoRABackendError):
         return {"error": {"type": type(error).__name__, "message": str(error)}}
     name = InvalidInputError if isinstance(error, ValueError) else LoRABackendError
@@ -131,10 +131,10 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 def checked(answer: Any) -> dict[str, Any]:
-    """Return an answer that is no error.
+    """Return an answer, or raise the error that it holds.
 
     Raises:
-        LoRABackendError: what the answer holds, by its type.
+        LoRABackendError: the answer's error, by its type.
     """
     found = answer if isinstance(answer, dict) else {}
     error = found.get("error")

@@ -1,4 +1,4 @@
-"""Reads a live adapter so that nothing about it can fail once a batch needs it."""
+"""Reads and checks a live adapter, so that nothing can fail later, when a batch needs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(
 ) -> Any:
     """Return an adapter as vLLM keeps it on the host, its modules packed.
 
-    Every process of a tensor-parallel group calls it in the same order, as `load`.
+    As with `load`, every process of a tensor-parallel group must call it in the same order.
 
     Args:
         config: the contents of `adapter_config.json`.
@@ -59,7 +59,7 @@ def read(
 
 
 def pack_once(original: Callable[..., Any], manager: Any, lora: Any) -> None:
-    """Pack an adapter's modules as vLLM does, unless that is done: vLLM packs what it registers."""
+    """Pack an adapter's modules as vLLM does when it registers one, unless they are packed."""
     if not getattr(lora, "lora_backends_packed", False):
         original(manager, lora)
 
@@ -108,7 +108,7 @@ def _check_experts(module: Any, weights: Any, name: str, source: Path) -> None:
                     f"the LoRA of experts {name!r} does not fit the base model\n"
                     f"  file: {source}\n  given: {list(given.shape)}\n"
                     f"  allowed: {stack.shape[1]} experts of width {mine}\n"
-                    f"  to do: update it in the model it was trained on"
+                    f"  to do: update it on the base model that it was trained on"
                 )
 
 
@@ -117,7 +117,7 @@ def _check_complete(config: Mapping[str, Any], lora: Any, manager: Any, source: 
     packed = {layer for layer, modules in manager.packed_modules.items() if modules != [layer]}
     pieces = [name for modules in manager.packed_modules.values() for name in modules]
     names = dict.fromkeys([*(name for name in manager.modules if name not in packed), *pieces])
-    # experts may be stacked in the model that PEFT saw, and then have other names
+    # PEFT may have seen stacked experts, which have other names
     asked = [name for name in names if "experts" not in name.split(".") and name not in lora.loras]
     rules = checked_config(dict(config), source, own_modules=True)
     missing = targets_among(rules, asked, source, LoadLimits.of(None))

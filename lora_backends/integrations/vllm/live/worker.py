@@ -1,4 +1,4 @@
-"""Live adapters in a worker of an engine: the tensors that slots are filled from."""
+"""Live adapters in a worker of an engine: the tensors that its slots are filled from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Store:
     """The live adapters of one worker, by vLLM's id. vLLM may evict its own reference to one."""
 
     def __init__(self) -> None:
-        self.prepared: dict[int, Any] = {}  # which not all workers have checked
+        self.prepared: dict[int, Any] = {}  # checked here, not yet by every worker
         self.held: dict[int, Any] = {}
 
 
@@ -41,10 +41,10 @@ def store_of(manager: Any) -> Store:
 
 
 def found(manager: Any, request: Any) -> Any:
-    """Return the `LoRAModel` of a request for a live adapter; None for one of a file.
+    """Return the `LoRAModel` of a request for a live adapter; None if the adapter is a file.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: this worker does not have the live adapter.
     """
     if not request.lora_path.startswith(SCHEME):
         return None
@@ -58,7 +58,7 @@ def found(manager: Any, request: Any) -> Any:
 
 
 def _answer(worker: Any, action: str, *args: Any) -> dict[str, Any]:
-    """Do one step of an update. Errors are answers: see `failure`."""
+    """Run one step of an update; an error becomes an answer (`failure`)."""
     try:
         manager = _manager(worker)
         if action == "prepare":
@@ -113,7 +113,7 @@ def _drop(manager: Any, ids: Iterable[int]) -> None:
 
 
 def _num_bytes(lora: Any) -> int:
-    """Return the bytes of a `LoRAModel` and of what it has besides LoRA."""
+    """Return the bytes of a `LoRAModel` and of its `Extras`."""
     from lora_backends.integrations.vllm.adapters.load import extras_of
 
     tensors: list[Any] = []
