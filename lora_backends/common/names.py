@@ -15,4 +15,4 @@ VLLM_FACTORS_VARIABLE = ENV_PREFIX + "VLLM_FACTORS"
 """The environment variable that makes room for DoRA and lora_bias in vLLM's CUDA graphs: "1"."""
 
 SGLANG_VARIABLE = ENV_PREFIX + "SGLANG"
-"""The same for SGLang."""
+"""The environment variable that wakes the plug-in for SGLang: "auto", or the name of a backend."""

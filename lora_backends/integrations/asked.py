@@ -1,4 +1,4 @@
-"""The backend that an environment variable asks a plug-in for."""
+"""The backend that an environment variable selects for a plug-in."""
 
 from __future__ import annotations
 

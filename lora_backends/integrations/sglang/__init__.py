@@ -16,8 +16,8 @@ def register() -> None:
     """Take LoRA over from SGLang, if the environment variable asks for it.
 
     Raises:
-        SystemExit: this SGLang cannot be taken over. SGLang goes on after an exception of a
-            plug-in, and would then serve with its own kernels without a word.
+        SystemExit: the plug-in does not support this SGLang. After any other exception of a
+            plug-in, SGLang would go on and serve with its own kernels.
     """
     if not os.environ.get(SGLANG_VARIABLE):
         return

@@ -1,4 +1,4 @@
-"""Adapters that SGLang would serve with other values than PEFT are refused, or put right.
+"""Refuses or corrects adapters for which SGLang would compute other values than PEFT.
 
 SGLang reads one rank and one scaling per adapter, and ignores all else of `adapter_config.json`.
 """
@@ -24,11 +24,11 @@ _PART = re.compile(r"\.(q_proj|k_proj|v_proj|up_proj)\.lora_")
 def check_config(
     original: Callable[..., Any], manager: Any, config: Any, ref: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse an adapter with a feature that SGLang does not know, before it is loaded.
+    """Refuse an adapter with a feature that SGLang ignores, before SGLang loads it.
 
     Raises:
-        InvalidInputError: `adapter_config.json` has a wrong type.
-        UnsupportedInputError: it has such a feature; SGLang answers the request with its name.
+        InvalidInputError: a value in `adapter_config.json` has a wrong type.
+        UnsupportedInputError: the adapter has such a feature; SGLang's answer names it.
     """
     if isinstance(manager.lora_backend, BackendForSGLang):
         check_features(config.hf_config, ref.lora_name)
@@ -39,8 +39,8 @@ def check_features(values: dict[str, Any], name: str) -> None:
     """Refuse features of an adapter's configuration by name.
 
     Raises:
-        InvalidInputError: a wrong type.
-        UnsupportedInputError: features that SGLang does not know.
+        InvalidInputError: a value has a wrong type.
+        UnsupportedInputError: the adapter has features that SGLang ignores.
     """
     config = checked_config(values, Path(name))
     refused = [
@@ -58,10 +58,10 @@ def check_features(values: dict[str, Any], name: str) -> None:
 
 
 def check_weights(original: Callable[..., Any], adapter: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give an adapter its scaling, and refuse weights that SGLang would leave out or misplace.
+    """Set the scaling of rsLoRA, and refuse weights that SGLang would ignore or misplace.
 
     Raises:
-        UnsupportedInputError: projections without those that SGLang fuses them with.
+        UnsupportedInputError: a projection lacks the others that SGLang fuses it with.
     """
     if not isinstance(adapter.lora_backend, BackendForSGLang):
         return original(adapter, *args, **kwargs)
@@ -85,7 +85,7 @@ def check_weights(original: Callable[..., Any], adapter: Any, *args: Any, **kwar
 
 
 def _refuse_parts_without_values(names: set[str]) -> None:
-    """Refuse q_proj without v_proj, of which SGLang's own error names no reason."""
+    """Refuse q_proj without v_proj, for which SGLang's own error gives no reason."""
     for name in sorted(names):
         if ".q_proj." in name and name.replace(".q_proj.", ".v_proj.") not in names:
             raise _incomplete("q_proj")

@@ -1,4 +1,4 @@
-"""SGLang's interface for LoRA kernels, on a backend of this library."""
+"""Implements SGLang's interface for LoRA kernels on a backend of this library."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ ROWS = 8192
 
 @dataclass(eq=False)
 class Announced:
-    """What SGLang's layers and its manager read of a batch, and write into it."""
+    """The fields of a batch that SGLang's layers and manager read and write."""
 
     bs: int  # requests
     use_cuda_graph: bool = False
-    has_active_lora: bool = False  # written by the manager, as is the next
+    has_active_lora: bool = False  # the manager writes this and the next
     is_prefill: bool = False
 
 
 @dataclass(eq=False)
 class HeadRows:
-    """The rows of logits that a head runs on outside of graphs."""
+    """The rows that a head computes logits of, outside of graphs."""
 
     slots: Sequence[int]  # per row
-    expected_tokens: int  # SGLang compares it with the rows that it hands over
+    expected_tokens: int  # SGLang compares it with the rows that it passes
     use_cuda_graph: bool = field(default=False, init=False)
 
 
 class Deferred(NamedTuple):
-    """What SGLang asks the product of a half for, and hands on to the other half at once."""
+    """The inputs of a deferred shrink; SGLang passes it to the expand, which runs both."""
 
     x: torch.Tensor  # hidden states, or token ids of an embedding
     a: torch.Tensor  # [slots, max_rank, in_features]
 
 
 class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no dependency
-    """Takes each batch of SGLang, and runs its LoRA layers on it.
+    """Takes each batch of SGLang, and runs its LoRA layers.
 
     Args:
-        max_loras_per_batch: slots.
+        max_loras_per_batch: the number of slots.
         device: of the model.
         server_args: SGLang's settings.
-        kwargs: what later versions add.
+        kwargs: arguments of later versions, ignored.
 
     Raises:
         BackendUnavailableError: the backend asked for does not run on the device.
-        UnsupportedInputError: it lacks a feature that SGLang's layers need, or a setting.
+        UnsupportedInputError: the backend lacks a feature, or a setting of SGLang is refused.
     """
 
     name = "lora_backends"
@@ -87,11 +87,11 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
                 f"backend {backend.name!r} cannot run inside SGLang\n"
                 f"  it lacks: {features.CAPACITY}\n  to do: choose another backend"
             )
-        # a plan of its own for prefills: a captured one is refilled for each batch of its kind
+        # prefills have plans of their own: each batch refills the captured plans of its kind only
         self._decoded = Plans(backend, max_loras_per_batch, ROWS, grows=True)
         self._prefilled = Plans(backend, max_loras_per_batch, ROWS, grows=True)
         self._head = Plans(backend, max_loras_per_batch, ROWS, grows=True)
-        self._head_rows: HeadRows | None = None  # which `_head` holds
+        self._head_rows: HeadRows | None = None  # the rows that `_head` holds
         self.tokens = self._decoded
         self.numbers = Numbers(max_loras_per_batch, backend.device)
         self._weights: dict[tuple[int, int], LoRAWeights] = {}  # by the addresses of A and B, which
@@ -99,7 +99,7 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         self._pool: Any = None
         self._is_for_graph = False  # whether the batch may be captured, or replayed
         self._is_capturing = False  # whether it is one that SGLang makes up to capture
-        # where SGLang sums h over processes between the halves
+        # before `forward_with_base`, SGLang sums h over processes between shrink and expand
         sums_h = not hasattr(BaseLoRABackend, "forward_with_base")
         self._defers = not sums_h or getattr(server_args, "tp_size", 1) == 1
         self._fused = Fused(self)
@@ -111,7 +111,7 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
     # Batches
 
     def adopt(self, pool: Any, modules: Sequence[Any] = ()) -> None:
-        """Take the memory pool whose stacks the LoRA layers have from now on."""
+        """Take SGLang's memory pool, which holds the stacks of the LoRA layers."""
         self._pool = pool
         self._weights.clear()
         if self._fuses and self.tokens.multiplies_bases:
@@ -126,7 +126,7 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
     def init_prefill_cuda_graph_batch_info(
         self, max_num_tokens: int, max_num_requests: int | None = None
     ) -> None:
-        """Take the largest batch that graphs of prefills are captured for."""
+        """Note the largest batch of a captured prefill graph."""
         self.prefill_cuda_graph_max_tokens = max_num_tokens
         self.prefill_cuda_graph_max_bs = max_num_requests or max_num_tokens
 
@@ -141,11 +141,11 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         *,
         use_cuda_graph: bool = False,
     ) -> None:
-        """Take the next batch: a slot per request, and rank and scaling of every slot.
+        """Take the next batch: one slot per request, and the rank and scaling of every slot.
 
         Raises:
-            InvalidInputError: a request's adapter is in no slot.
-            UnsupportedInputError: the pool's rows of A are not laid out as here.
+            InvalidInputError: a request's adapter is not in its slot.
+            UnsupportedInputError: SGLang's memory pool was not adopted, so rows of A are packed.
         """
         if self._pool is None:
             raise UnsupportedInputError(
@@ -160,7 +160,7 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         made_up = self._is_for_graph and not any(id_ is not None for id_ in forward_batch.lora_ids)
         self._is_capturing = made_up and _is_capturing_shapes()
         if self._is_capturing:
-            # SGLang captures without adapters, but tile sizes have to fit batches with all of them
+            # SGLang captures without adapters, but tile sizes must suit batches with all of them
             rows = [row % self.max_loras_per_batch for row in range(len(rows))]
         is_prefill = forward_batch.forward_mode.is_extend() and not decodes
         self.tokens = self._prefilled if is_prefill else self._decoded
@@ -183,7 +183,7 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         ]
 
     def _announce_head(self, forward_batch: Any, requests: Sequence[int]) -> None:
-        """Announce the rows of logits of a prefill: some per request, in passes if many."""
+        """Announce the rows that a prefill computes logits of, in passes if they are many."""
         self.lm_head_batch_info = self.lm_head_pass_batch_infos = self._head_rows = None
         lengths = get_lm_head_pruned_lens(forward_batch)
         if lengths is None:
@@ -206,17 +206,17 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         *args: Any,
         **kwargs: Any,
     ) -> Deferred:
-        """Return what `run_lora_b_sgemm` needs for the LoRA of an embedding.
+        """Return the inputs of an embedding's LoRA for `run_lora_b_sgemm`.
 
         Raises:
-            UnsupportedInputError: adapters bring tokens of their own.
+            UnsupportedInputError: an adapter adds tokens to the vocabulary.
         """
         if extra_embeddings is not None:
             raise UnsupportedInputError(
                 "adapters that add tokens are not supported\n"
                 "  given: embeddings of added tokens\n  allowed: tokens of the base model"
             )
-        # as SGLang looks them up: places of images hold ids beyond the vocabulary
+        # as SGLang does: placeholders of images have ids beyond the vocabulary
         return Deferred(input_ids.masked_fill(input_ids >= vocab_size, 0), weights)
 
     def run_lora_a_sgemm(
@@ -228,10 +228,10 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         *args: Any,
         **kwargs: Any,
     ) -> Deferred | torch.Tensor:
-        """Return h [1, rows, max_rank] float32, or what its only reader needs to compute it."""
+        """Return h [1, rows, max_rank] float32, or its inputs for `run_lora_b_sgemm`."""
         if stack_num != 1:
             raise UnsupportedInputError(
-                f"the first half of a fused layer is not supported by itself\n"
+                f"the shrink of a fused layer cannot run by itself\n"
                 f"  given: {stack_num} slices\n  allowed: 1, or all of run_qkv_lora"
             )
         if self._defers:
@@ -312,7 +312,7 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         return output if all_reduce is None else all_reduce(output)
 
     def adds_nothing(self) -> bool:
-        """Return whether no row has an adapter, and no graph has to keep the kernels."""
+        """Return whether no row has an adapter and no graph needs the kernels."""
         return self.tokens.is_idle and not self._is_for_graph
 
     def keeps_kernels(self) -> bool:
@@ -328,7 +328,7 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         b: torch.Tensor,
         offsets: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Return a base product with its LoRA; None where SGLang has to multiply."""
+        """Return a base product with its LoRA; None if SGLang must compute the product."""
         if x.ndim != 2:
             return None
         self.check_rows(x.shape[0])
@@ -338,10 +338,10 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         return y
 
     def check_rows(self, rows: int) -> None:
-        """Refuse rows that are not those of the batch; only graphs pad them.
+        """Refuse x with another number of rows than the batch; only graphs pad rows.
 
         Raises:
-            InvalidInputError: they are more or fewer.
+            InvalidInputError: x has more or fewer rows.
         """
         if not self._is_for_graph and rows != self.tokens.num_rows:
             raise _other_rows(rows, self.tokens.num_rows)
@@ -368,7 +368,7 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         return y
 
     def _plans(self, head: HeadRows | None, rows: int) -> Plans:
-        """Return the plans that hold the slots of the rows a layer gets."""
+        """Return the plans for the rows of a layer."""
         if head is None:
             self.check_rows(rows)
             return self.tokens
@@ -385,7 +385,7 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no d
         b: torch.Tensor | None,
         offsets: torch.Tensor | None = None,
     ) -> LoRAWeights:
-        """Return the weights whose A and B two stacks are, made when a layer first runs."""
+        """Return the weights with stacks a and b, made when their layer first runs."""
         key = 0 if a is None else a.data_ptr(), 0 if b is None else b.data_ptr()
         found = self._weights.get(key)
         if found is None:
@@ -442,7 +442,7 @@ def _repeated(slots: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 def _other_rows(given: int, allowed: int) -> InvalidInputError:
     return InvalidInputError(
-        f"a LoRA layer gets other rows than SGLang has announced\n"
+        f"x of a LoRA layer has other rows than SGLang has announced\n"
         f"  given: {given} rows\n  allowed: {allowed} rows"
     )
 
@@ -450,7 +450,7 @@ def _other_rows(given: int, allowed: int) -> InvalidInputError:
 def _is_capturing_shapes() -> bool:
     """Return whether SGLang captures graphs now, or warms up for them, without requests.
 
-    Its own function also holds inside a graph of prefills that breaks, where batches are served.
+    SGLang's own function is also true inside a prefill graph with breaks while it serves batches.
     """
     from sglang.srt.model_executor.runner_utils import capture_mode
 

@@ -1,7 +1,7 @@
 """SGLang's LoRA of a mixture's experts, on `run_experts`.
 
-SGLang's runners call two hooks per layer: one on the sums of gate and up, before the activation,
-and one on those of the second product, before they are added up over a token's experts.
+SGLang's runners call two hooks per layer: one on the output of gate and up, before the activation,
+and one on the output of down, before the sum over a token's experts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lora_backends.integrations.sglang.backend import BackendForSGLang
 
 @dataclass(eq=False)
 class ExpertLoRA:
-    """Both sites of a mixture's layer. SGLang hands it from the layer to `build_lora_hooks`."""
+    """Both sites of a layer of experts; SGLang passes it from the layer to `build_lora_hooks`."""
 
     backend: BackendForSGLang
-    first: ExpertWeights  # gate and up, or a single slice where there is no gate
+    first: ExpertWeights  # gate and up, or one slice in a model without gates
     second: ExpertWeights
 
 
@@ -58,7 +58,7 @@ def build_hooks(original: Callable[..., Any], hidden_states: Any, info: Any, top
     plans = info.backend.tokens
     if info.backend.adds_nothing():
         return LoRAHooks()
-    found: list[Any] = []  # the routing of the first product, which the second one has, too
+    found: list[Any] = []  # topk_ids and routing of the first product; the second reuses it
 
     def routing_of(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Any:
         if not found or found[0] is not topk_ids:
@@ -86,7 +86,7 @@ def build_hooks(original: Callable[..., Any], hidden_states: Any, info: Any, top
 def _adopted(module: Any, backend: BackendForSGLang) -> ExpertLoRA:
     first_a, first_b = module.gate_up_lora_a_weights, module.gate_up_lora_b_weights
     second_a, second_b = module.down_lora_a_weights, module.down_lora_b_weights
-    # shared outer matrices have one expert, the others one per expert of this process
+    # shared outer matrices have one entry, the others one per expert of this process
     num_experts = max(first_a.shape[1], first_b.shape[1])
     interleaved = bool(getattr(module, "_uses_interleaved_gate_up", False))
     return ExpertLoRA(

@@ -1,8 +1,8 @@
-"""Base products that a backend computes together with their LoRA, in graphs of few rows.
+"""Base products that the backend computes together with their LoRA, in graphs of few rows.
 
-The backend multiplies by the base weight itself, with the first kernel of the LoRA beside it.
-SGLang's layers first call the base's `quant_method` and then the backend with its output, so the
-output of a fused product is kept until that second call.
+The backend multiplies by the base weight while the shrink runs. SGLang's layers first call the
+base's `quant_method`, and then the backend with its output. A fused product runs in the first call;
+the second finds its output noted here and adds nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Fused:
     def adopt(self, modules: list[Any]) -> None:
         """Fuse what can be fused of some LoRA layers.
 
-        Weights that are quantized, or that SGLang does not multiply by torch's linear, keep their
-        product, as do methods that several layers share.
+        SGLang multiplies by quantized weights, by weights for which it does not use torch's linear,
+        and by those of a `quant_method` that several layers share.
         """
         fitting = [each for each in modules if type(each).__name__ in KINDS and _fits(each)]
         methods = [id(each.base_layer.quant_method) for each in fitting]
@@ -49,7 +49,7 @@ class Fused:
                 self._fuse(module)
 
     def takes(self, y: torch.Tensor) -> bool:
-        """Return whether y is the output of a fused product; it counts once."""
+        """Return whether y is the output of a fused product, once per product."""
         is_fused, self._output = y is self._output, None
         return is_fused
 
@@ -58,7 +58,7 @@ class Fused:
         apply = method.apply
 
         def forward_noted(*args: Any, **kwargs: Any) -> Any:
-            self._running = module  # others may call the base layer for its product alone
+            self._running = module  # only this call adds the LoRA to the base product
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -92,7 +92,7 @@ class Fused:
 
 
 def _stacks(module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return A, B and the first column of each slice, of which None has one slice."""
+    """Return A, B and the first column of each slice; None for a single slice."""
     name = "A_buffer_qkv" if hasattr(module, "A_buffer_qkv") else "A_buffer"
     a, b = getattr(module, name), getattr(module, name.replace("A", "B", 1))
     if a.shape[1] == b.shape[2]:

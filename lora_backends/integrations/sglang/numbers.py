@@ -8,10 +8,10 @@ import torch
 
 
 class Numbers:
-    """One rank and one scaling per slot, which all layers of as many slices share.
+    """One rank and one scaling per slot, shared by all layers with the same number of slices.
 
-    SGLang has one of each per adapter. Tensors are written in place, on the stream of the forward
-    pass, when a batch needs other values than they hold.
+    SGLang has one of each per adapter. When a batch changes a value, the tensors are rewritten in
+    place, on the stream of the forward pass.
 
     Args:
         num_slots: of every layer.
@@ -41,7 +41,7 @@ class Numbers:
         return self._experts[num_slices]
 
     def set(self, slots: Sequence[int], ranks: Sequence[int], scalings: Sequence[float]) -> None:
-        """Take ranks and scalings of some slots, from lists with an entry per slot."""
+        """Set ranks and scalings of some slots, from lists with an entry per slot."""
         changed = False
         for slot in slots:
             if (self._ranks[slot], self._scalings[slot]) != (ranks[slot], scalings[slot]):

@@ -1,4 +1,4 @@
-"""Waking up: where this library steps in."""
+"""Registers this library in place of SGLang's LoRA backends."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lora_backends.integrations.asked import backend_asked_for
 from lora_backends.integrations.sglang.settings import check_version, logger
 
 REPLACED = ("csgmv", "triton", "torch_native")
-"""The values of ``--lora-backend``, of which SGLang's default is one, that this library answers."""
+"""The values of ``--lora-backend`` that this library replaces; SGLang's default is one."""
 
 REFUSED = ("triton_v2", "ascend")
-"""Other values: they choose more than the LoRA kernels, or another device."""
+"""Other values, which choose more than the LoRA kernels, or another device."""
 
 
 def activate() -> None:
-    """Register this library under the names of SGLang's own LoRA backends; twice is as once.
+    """Register this library under the names of SGLang's LoRA backends; a second call does nothing.
 
-    The backend itself is made, and everything else checked, when SGLang asks for it: then an error
-    stops the server.
+    SGLang builds the backend later. Everything but the version is checked then, because an error
+    at that point stops the server.
 
     Raises:
         BackendUnavailableError: this SGLang is too old.
@@ -72,7 +72,7 @@ def _refusing(name: str, replaced: Callable[[], Any]) -> Callable[[], Any]:
         if not os.environ.get(SGLANG_VARIABLE):
             return replaced()
         raise UnsupportedInputError(
-            f"the plug-in for SGLang does not stand in for this LoRA backend\n"
+            f"the plug-in for SGLang does not replace this LoRA backend\n"
             f"  given: --lora-backend {name}\n"
             f"  allowed: {', '.join(REPLACED)}; this library runs in place of each\n"
             f"  to do: leave --lora-backend out, or unset {SGLANG_VARIABLE}"

@@ -1,8 +1,8 @@
-"""SGLang's memory pool: rows of A are spread after each load, so that a slot is laid out as here.
+"""Moves the rows of A in SGLang's memory pool to this library's layout after each load.
 
 SGLang packs the slices of a fused layer by the adapter's rank: slice s of rank r begins at row
-``s * r`` of the slot. This library has a slice begin at ``s * max_rank``. Experts are laid out so
-by SGLang itself. Rows beyond a rank may hold an earlier adapter's values; they are never read.
+``s * r`` of the slot. In this library it begins at row ``s * max_rank``. SGLang's experts have
+this layout already. Rows beyond a rank may hold an earlier adapter's values; they are never read.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ KNOWN = frozenset(
         "VocabParallelEmbedding",
     )
 )
-"""SGLang's LoRA layers that call nothing but what the backend here answers."""
+"""SGLang's LoRA layers whose every call `BackendForSGLang` implements."""
 
 REFUSED_TARGETS = ("kv_b_proj",)
-"""Multi-head latent attention absorbs this layer, and SGLang's own kernels correct it."""
+"""Multi-head latent attention absorbs this weight, and adds its LoRA with SGLang's own kernels."""
 
 
 def adopt_after(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adopt the pool that a `LoRAManager` has made, where it runs on this library's backend."""
+    """Adopt the pool of a `LoRAManager` that runs on this library's backend."""
     made = original(manager, *args, **kwargs)
     if isinstance(manager.lora_backend, BackendForSGLang):
         adopt(manager)
@@ -47,10 +47,10 @@ def adopt_after(original: Callable[..., Any], manager: Any, *args: Any, **kwargs
 
 
 def adopt(manager: Any) -> None:
-    """Check the layers that have LoRA, and spread rows after each load into the pool.
+    """Check the LoRA layers, and let each load into the pool spread its rows.
 
     Raises:
-        UnsupportedInputError: a layer that this library's backend does not run.
+        UnsupportedInputError: the backend does not run one of the layers.
     """
     for modules in manager.lora_modules:
         for name, module in modules.items():
@@ -88,12 +88,13 @@ def spread_slot(pool: Any, slot: int, rank: int) -> None:
 
 
 def spread(rows: torch.Tensor, rank: int, max_rank: int) -> None:
-    """Move slices in place, the last one first, which no other one's rows overlap from then on.
+    """Move slices in place, the last one first, so that no move overwrites a later slice.
 
     Args:
-        rows: [num_slices * max_rank, in_features]; slice s begins at row ``s * rank``.
-        rank: of each slice.
-        max_rank: rows that each slice gets.
+        rows: [num_slices * max_rank, in_features]; slice s begins at row ``s * rank``, and
+            then at row ``s * max_rank``.
+        rank: rows of each slice.
+        max_rank: rows between the starts of two slices.
     """
     for s in range(rows.shape[0] // max_rank - 1, 0, -1):
         # a copy: source and target overlap where the rank is above half of max_rank
@@ -104,7 +105,7 @@ def _check_module(name: str, module: Any) -> None:
     kind = type(module).__name__
     reason = "" if kind in KNOWN else f"its class {kind} is not known"
     if name.rsplit(".", 1)[-1] in REFUSED_TARGETS:
-        reason = "SGLang's own kernels correct the attention for it"
+        reason = "multi-head latent attention adds its LoRA with SGLang's own kernels"
     if kind == "FusedMoEWithLoRA":
         reason = experts.not_supported_reason(module)
     if reason:

@@ -1,4 +1,4 @@
-"""Which SGLang and which settings are supported."""
+"""Checks of SGLang's version and settings."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OLDEST = (0, 5, 16)
 
 
 def check_version(installed: str) -> None:
-    """Refuse an SGLang whose interface is another one.
+    """Refuse an SGLang whose LoRA interface the plug-in does not know.
 
     Raises:
-        BackendUnavailableError: it is too old, or its version cannot be read.
+        BackendUnavailableError: the version is too old, or cannot be parsed.
     """
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", installed)
     if match is None or tuple(map(int, match.groups())) < OLDEST:
@@ -31,20 +31,20 @@ def check_version(installed: str) -> None:
 
 
 def check_settings(arguments: Any) -> None:
-    """Refuse settings under which LoRA layers get other rows than those that SGLang announces.
+    """Refuse settings under which a LoRA layer's rows are not those that SGLang announces.
 
     Args:
         arguments: SGLang's `ServerArgs`, or None.
 
     Raises:
-        UnsupportedInputError: such a setting, or one that runs the experts' LoRA elsewhere.
+        UnsupportedInputError: such a setting, or one under which SGLang runs the experts' LoRA.
     """
     refused = [name for name, is_set in _settings(arguments) if is_set]
     if refused:
         raise UnsupportedInputError(
             f"the plug-in for SGLang does not run under these settings\n"
             f"  given: {', '.join(refused)}\n"
-            f"  to do: do without them, or unset {SGLANG_VARIABLE}"
+            f"  to do: turn them off, or unset {SGLANG_VARIABLE}"
         )
 
 

@@ -1,7 +1,7 @@
-"""The methods of SGLang that the plug-in wraps, where no interface tells what it must know.
+"""The methods of SGLang that the plug-in wraps where SGLang's interface does not suffice.
 
-SGLang's own hooks only log when their target is missing. Here a version without one is refused,
-as its rows would be wrong.
+SGLang's own hooks only log a missing target. Here a version without one is refused, because its
+rows would be wrong.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ WRAPPED: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("sglang.srt.lora.layers", "FusedMoEWithLoRA", "_get_lora_info", experts.lora_info),
     ("sglang.srt.lora.lora_moe_runners", "", "build_lora_hooks", experts.build_hooks),
 )
-"""Module, class or "" for the module itself, name, and the function that takes the call.
+"""Module, class or "" for the module itself, name, and the function that is called instead.
 
-The function gets the wrapped one first. It leaves alone what does not run on this library's
-backend, as another engine of the process may not.
+Its first argument is the wrapped method. It only calls that one for engines of the process that do
+not run on this library's backend.
 """
 
 
 def wrap() -> None:
-    """Wrap each of them; a second call changes nothing.
+    """Wrap all of `WRAPPED`; a second call changes nothing.
 
     Raises:
         UnsupportedInputError: this version of SGLang lacks one.

@@ -1,7 +1,7 @@
-"""Compiles the kernels of every batch that the engine can ask for, before it serves.
+"""Compiles the kernels for every batch that the engine may run, before it serves.
 
-Kernels are compiled when a kind of batch first meets a kind of layer. In a running server that
-would hold up every request for seconds.
+Otherwise a kernel would be compiled by the first batch that needs it, and every request would wait
+for seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROGRESS = 10.0
 
 
 class Batch(NamedTuple):
-    """The sizes of a batch that kernels follow from."""
+    """The sizes of a batch that select its kernels."""
 
     rows: int
     slots: int  # that have rows
@@ -51,12 +51,12 @@ def _combined(rows: Iterable[int], slots: Iterable[int]) -> list[Batch]:
 def distinct(most_rows: int, num_slots: int, sizes: Callable[[int, int], Any]) -> list[Batch]:
     """Return one batch of each kind among all batches of up to `most_rows` rows.
 
-    Rows beyond 256, and slots beyond 16, are looked at in steps.
+    Rows above 256 and slots above 16 are sampled in steps.
 
     Args:
         most_rows: of a batch.
         num_slots: that may have rows.
-        sizes: returns what kernels follow from, for rows and slots.
+        sizes: returns a key for rows and slots; equal keys need the same kernels.
     """
     rows = [*range(1, 256), *range(256, 1024, 8), *range(1024, most_rows, 32), most_rows]
     slots = range(1, num_slots + 1) if num_slots <= 16 else _steps(num_slots)
@@ -67,7 +67,7 @@ def distinct(most_rows: int, num_slots: int, sizes: Callable[[int, int], Any]) -
 
 
 def follow() -> None:
-    """Let vLLM's workers compile before they measure the memory that is left for caches."""
+    """Let vLLM's workers compile before they measure the free memory for caches."""
     for module, owner in (("gpu_worker", "Worker"), ("cpu_worker", "CPUWorker")):
         place = f"vllm.v1.worker.{module}", owner
         replace(*place, "determine_available_memory", _warm_up_first, is_optional=True)
@@ -81,10 +81,10 @@ def _warm_up_first(original: Callable[..., Any], worker: Any) -> Any:
 
 
 def warm_up(manager: Any) -> None:
-    """Run every kind of layer on every kind of batch, without adapters that add anything.
+    """Run every kind of layer on every kind of batch, with empty slots.
 
     Args:
-        manager: vLLM's `LoRAModelManager`, its layers made.
+        manager: vLLM's `LoRAModelManager`, after it has made its layers.
     """
     trials: dict[Any, Trial] = {}
     for module in manager.modules.values():
@@ -112,18 +112,18 @@ def warm_up(manager: Any) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """What the model can ask of one kind of layer."""
+    """One kind of layer, and a call that runs it."""
 
     plans: Plans
     most_rows: int
     call: Callable[[int], None]  # runs the layer on so many rows of zeros
-    weights: Any = None  # of a layer, whose backend may tell which batches need equal kernels
+    weights: Any = None  # of the layer, for `kernel_sizes` of the backend
     halves: bool = False  # whether A and B run apart
 
     def batches(self) -> list[Batch]:
-        """Return batches that need every kernel which any batch of the engine needs."""
+        """Return batches that together need every kernel of the engine's batches."""
         backend, slots, most = self.plans.backend, self.plans.num_slots, self.most_rows
-        if backend.device.type == "cpu":  # routines differ by the rows of a slot alone
+        if backend.device.type == "cpu":  # only the rows per slot select routines
             few = min(most, 64)
             return [*dict.fromkeys([Batch(1, 1), Batch(few, min(few, slots)), Batch(few, 1)])]
         kernel_sizes = getattr(backend, "kernel_sizes", None)
@@ -135,7 +135,7 @@ class Trial:
 
 
 def _trials(module: Any, most_requests: int) -> dict[Any, Trial]:
-    """Return what the model can ask of a module, by what its kernels follow from."""
+    """Return the trials of a module, by keys of what selects their kernels."""
     layers = getattr(module, "lora_backends_layers", None)
     if not layers:
         return {}
@@ -167,7 +167,7 @@ def _trials(module: Any, most_requests: int) -> dict[Any, Trial]:
 
 
 def _kind(weights: Any) -> tuple[Any, ...]:
-    """Return what kernels for a layer follow from."""
+    """Return a key of everything in a layer that selects its kernels."""
     a, b = (
         None if stack is None else (stack[0] if isinstance(stack, tuple) else stack)
         for stack in (weights.lora_a, weights.lora_b)

@@ -1,1 +1,1 @@
-"""Adapters of a vLLM engine: kinds that vLLM's own loader refuses, strengths and blends."""
+"""Adapters that vLLM's own loader refuses, strengths of adapters, and blends."""

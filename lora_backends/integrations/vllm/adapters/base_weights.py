@@ -1,6 +1,6 @@
-"""The weight of one module of the base model, as an adapter's trainer saw it.
+"""The whole base weight of one module, with the shape that it had in training.
 
-vLLM joins q, k and v, and gate and up, cuts them over processes, and on CPUs packs them into
+vLLM fuses q, k and v, and gate and up, shards them over processes, and on CPUs packs them into
 another layout. DoRA needs norms of whole rows; PiSSA and OLoRA need the whole matrix.
 """
 
@@ -16,7 +16,7 @@ from lora_backends.integrations.vllm.adapters.targets import Target
 
 UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 CUT = ("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
-"""Layers of vLLM whose way to cut outputs over processes is known here."""
+"""Layers of vLLM that shard their outputs in a way that is implemented here."""
 
 BLOCK = 512
 """Rows of an identity matrix that a packed weight is multiplied by at once."""
@@ -25,11 +25,11 @@ BLOCK = 512
 def base_layer_of(manager: Any, target: Target) -> BaseLayer:
     """Return the whole weight [out_features, in_features] and bias of a module.
 
-    Every process of a tensor-parallel group has to call it for the same modules in the same order:
-    parts are gathered. An embedding's weight is transposed.
+    It gathers the shards, so every process of a tensor-parallel group must call it for the same
+    modules in the same order. An embedding's weight is transposed.
 
     Raises:
-        UnsupportedInputError: the weight is quantized, or the layer joins modules in another way.
+        UnsupportedInputError: the weight is quantized, or the layer fuses in an unknown way.
     """
     module = manager.modules[target.layer]
     if hasattr(module, "sharded_to_full_mapping"):  # a head, which is kept beside its processor
@@ -70,7 +70,7 @@ def base_layer_of(manager: Any, target: Target) -> BaseLayer:
 
 
 def _gathered(part: torch.Tensor, axis: int, base: Any, copies: int = 1) -> torch.Tensor:
-    """Return a tensor of all processes; each piece is there `copies` times in a row."""
+    """Return the shards of all processes, joined; `copies` neighbours hold the same one."""
     if base.tp_size == 1:
         return part
     from vllm.distributed import tensor_model_parallel_all_gather
@@ -100,7 +100,7 @@ def _local_weight(base: Any, name: str) -> torch.Tensor:
     weight: torch.Tensor = base.weight.data
     if weight.numel():
         return weight
-    # vLLM has packed the weight and dropped the plain one: a product with the identity is exact
+    # vLLM kept only a packed weight; its product with the identity is exact
     wide = base.input_size_per_partition if hasattr(base, "input_size_per_partition") else None
     wide = wide or getattr(base, "input_size", None) or base.embedding_dim
     dtype = getattr(base, "params_dtype", weight.dtype)
@@ -115,6 +115,6 @@ def _local_weight(base: Any, name: str) -> torch.Tensor:
 
 def _unknown(target: Target, given: str) -> UnsupportedInputError:
     return UnsupportedInputError(
-        f"the base weight of {target.layer!r} cannot be read: vLLM joins its modules in a way that "
+        f"the base weight of {target.layer!r} cannot be read: vLLM fuses its modules in a way that "
         f"is not known here\n  given: {given}"
     )

@@ -1,8 +1,8 @@
-"""Strengths and blends: an adapter made of others, each times a number.
+"""Blends: an adapter that is a weighted sum of others. A strength is a blend of one.
 
-A blend is an adapter of vLLM with a slot of its own, whose ranks are those of its parts one after
-another: vLLM schedules, evicts and caches prefixes by it as by any other. It is asked for by the
-model's name, "alice*0.5+bob*0.25", which vLLM hands to `BlendResolver`.
+To vLLM a blend is an adapter like any other, with a slot of its own and the ranks of its parts side
+by side: y += sum over parts of factor * scaling * (x @ A.T) @ B.T. A request asks for it by the
+model's name, "alice*0.5+bob*0.25", which vLLM passes to `BlendResolver`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEME = "blend:"
 """Before the terms, in the `lora_path` of a `LoRARequest`."""
 
 SERVED = "blend-by-name:"
-"""The same for names that came through the server: its clients may not name folders."""
+"""The same for names that came through the server, whose clients may not name folders."""
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 _TERM = re.compile(rf"(?P<name>.+?)\*(?P<factor>{_NUMBER})(?:\+|$)", re.IGNORECASE)
@@ -57,7 +57,7 @@ def terms_of(path: str) -> list[Term] | None:
     """Return the terms that a `lora_path` holds; None if it is a path.
 
     Raises:
-        InvalidInputError: it begins like a blend, and is none.
+        InvalidInputError: it begins with a scheme of blends, but its terms cannot be read.
     """
     if not path.startswith((SCHEME, SERVED)):
         return None
@@ -71,7 +71,7 @@ def terms_of(path: str) -> list[Term] | None:
 
 
 def unknown(path: str, name: str, known: Iterable[str]) -> InvalidInputError:
-    """Return the error for a name that no adapter has."""
+    """Return the error for a part that is neither loaded nor a folder."""
     return InvalidInputError(
         f"no adapter {name!r} for the blend{did_you_mean(name, list(known))}\n  given: {path!r}\n"
         f"  allowed: names of adapters that the engine has loaded, or folders\n"
@@ -80,10 +80,12 @@ def unknown(path: str, name: str, known: Iterable[str]) -> InvalidInputError:
 
 
 def check_names(path: str, known: Iterable[str]) -> None:
-    """Refuse a blend that can be read in two ways, because a name looks like terms.
+    """Refuse a blend that can be read in two ways.
+
+    With an adapter named "a*2+b", the blend "a*2+b*0.5" could have one part or two.
 
     Raises:
-        InvalidInputError: with an adapter "a*2+b", the blend "a*2+b*0.5" has one part or two.
+        InvalidInputError: the name of such an adapter is in the blend.
     """
     text = "+" + path.partition(":")[2]
     for name in known:
@@ -115,7 +117,7 @@ def added(
     max_rank: int,
     sources: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return the `LoRAModel` of a blend; those of its parts have their modules packed.
+    """Return the `LoRAModel` of a blend of packed `LoRAModel`s.
 
     Args:
         parts: the terms, each with vLLM's `LoRAModel`.
@@ -124,8 +126,8 @@ def added(
         sources: become the `parts` of its `Extras`.
 
     Raises:
-        InvalidInputError: the ranks of the parts are more than a slot has.
-        UnsupportedInputError: a part has what no strength scales or no other adapter shares.
+        InvalidInputError: the sum of the parts' ranks is above `max_rank`.
+        UnsupportedInputError: a part cannot be scaled, or cannot share a slot with another.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
@@ -151,7 +153,7 @@ def added(
             loras[name] = LoRALayerWeights(name, rank, 1, one[0], one[1], 1.0)
         if rank > max_rank:
             raise InvalidInputError(
-                f"the adapters of a blend have too many ranks together\n"
+                f"the ranks of a blend's adapters add up to more than a slot has\n"
                 f"  given: {rank} at {name!r}, of {', '.join(term.name for term, _ in parts)}\n"
                 f"  allowed: at most {max_rank}\n"
                 f"  to do: set max_lora_rank of vLLM to {rank} or more"
@@ -164,7 +166,7 @@ def added(
 def _joined(
     parts: Sequence[tuple[float, Tensor | None, Tensor | None]],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return A and B of all parts, ranks one after another; scalings are in B already."""
+    """Return A and B of all parts, joined along the rank; B includes the scaling already."""
     there = [(f, a, b) for f, a, b in parts if a is not None and b is not None]
     if not there:
         return None, None
@@ -173,19 +175,19 @@ def _joined(
 
 
 def _factors(parts: Sequence[tuple[Term, Any]]) -> dict[Target, Factors]:
-    """Return the factors of a blend, as `MultiLoRAModel` blends: biases of strength 1 add up."""
+    """Return the factors of a blend by `MultiLoRAModel`'s rules: biases of strength 1 add up."""
     joined: dict[Target, Factors] = {}
     for term, lora in parts:
         extras = extras_of(lora)
         is_alone = len(parts) == 1
         refused = ""
         if extras.invocation or extras.tokens or getattr(lora, "modules_to_save", None):
-            refused = "aLoRA, trainable tokens or a head of its own: no strength, no other adapter"
+            refused = "aLoRA, trainable tokens or a head: neither a strength nor another adapter"
         for target, own in extras.factors.items():
             before = joined.get(target, Factors())
             if own.scales is not None:
                 if not is_alone:
-                    refused = "DoRA: no other adapter, but a strength"
+                    refused = "DoRA: a strength, but no other adapter"
                 joined[target] = own
             elif own.bias is not None:
                 if term.factor != 1:
@@ -201,7 +203,7 @@ def _factors(parts: Sequence[tuple[Term, Any]]) -> dict[Target, Factors]:
 
 
 def register_resolver() -> None:
-    """Let vLLM's server ask for blends by the name of a model."""
+    """Let vLLM's server resolve the names of blends."""
     from vllm.lora.request import LoRARequest
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
@@ -210,7 +212,7 @@ def register_resolver() -> None:
         return
 
     class BlendResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is no dependency
-        """Turns the name of a blend into a request; workers know the adapters that it names."""
+        """Turns a blend's name into a `LoRARequest`; the workers look up its parts."""
 
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
             if parse(lora_name) is None:

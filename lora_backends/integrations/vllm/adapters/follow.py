@@ -1,4 +1,4 @@
-"""Where adapters are loaded in vLLM, and reach a slot."""
+"""Wraps vLLM's methods that load adapters and write them into slots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def follow() -> None:
 
 
 def _load_adapter(original: Callable[..., Any], worker: Any, request: Any) -> Any:
-    """Load an adapter from memory, by vLLM, by our reader, or as a blend of others."""
+    """Load an adapter: live, from files by vLLM or by our reader, or as a blend."""
     live = found(worker, request)
     if live is not None:
         return live
@@ -55,7 +55,7 @@ def _read(original: Callable[..., Any], worker: Any, request: Any) -> Any:
         text = config.read_bytes() if config.is_file() else b""
         values = json.loads(text) if text else None
     except (OSError, ValueError, RecursionError):
-        values = None  # vLLM's loader says what is wrong
+        values = None  # vLLM's loader reports the error
     if not isinstance(values, dict) or not needs_our_reader(values):
         lora = original(worker, request)
         check(worker, lora, folder)
@@ -74,7 +74,7 @@ def _read(original: Callable[..., Any], worker: Any, request: Any) -> Any:
 
 
 def _blend(worker: Any, request: Any, terms: list[blends.Term]) -> Any:
-    """Load the adapters of a blend, and add them up."""
+    """Load the parts of a blend that are not loaded, and join all parts."""
     from vllm.lora.request import LoRARequest
 
     manager = worker._adapter_manager
@@ -116,7 +116,7 @@ def _is_outdated(lora: Any, known: Mapping[str, Any]) -> bool:
 def _in_order(
     original: Callable[..., Any], worker: Any, requests: Iterable[Any], mapping: Any
 ) -> Any:
-    """Load new adapters in one order on all workers: some gather base weights.
+    """Load new adapters in the same order on all workers, because some gather base weights.
 
     vLLM passes a set, whose order differs between processes. Outdated blends are loaded again.
     """
@@ -130,7 +130,7 @@ def _in_order(
 
 
 def _activate(original: Callable[..., Any], manager: Any, lora_id: int) -> Any:
-    """Write scales and biases into the slot whose matrices vLLM has written."""
+    """Let vLLM write A and B into a slot, then write the adapter's scales and biases."""
     was_activated = original(manager, lora_id)
     extras = extras_of(manager._registered_adapters.cache[lora_id])
     if was_activated and extras.factors:

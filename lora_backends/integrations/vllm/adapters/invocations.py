@@ -1,7 +1,7 @@
-"""aLoRA: adapters that act on a request from its invocation tokens on.
+"""aLoRA: adapters that apply to a request from its invocation tokens on.
 
-Tokens before the last place of the invocation in the prompt, and requests without it, run on the
-base model, as in PEFT. Their keys and values are the base model's, and share its prefix cache.
+Tokens before the last invocation in the prompt, and requests without one, run on the base model, as
+in PEFT. Their keys and values are the base model's and share its prefix cache.
 
 Source: Greenewald et al., "Activated LoRA", arXiv:2504.12397.
 """
@@ -25,13 +25,12 @@ from lora_backends.integrations.vllm.methods import SECOND, replace
 
 HASHES = "vllm.v1.core.kv_cache_utils"
 USERS_OF_HASHES = ("vllm.v1.core.block_pool", "vllm.v1.simple_kv_offload.manager")
-"""Modules that import the function which makes a block's keys by its name."""
-
+"""Modules that import the function for a block's keys by name."""
 
 EXECUTOR = "vllm.v1.executor.abstract"
 
 _paths: dict[str, str] = {}
-"""By an adapter's name, the path that the scheduler's process has last seen it loaded from."""
+"""By an adapter's name: the path of its latest load that the scheduler's process has seen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +45,16 @@ class Rows:
 
 
 class _Batch(threading.local):
-    """The batch whose adapters a thread announces."""
+    """The batch that a thread is announcing to the LoRA layers."""
 
-    rows: Callable[[], list[Rows]] | None = None  # called where an adapter has an invocation
+    rows: Callable[[], list[Rows]] | None = None  # called only if an adapter has an invocation
 
 
 _batch = _Batch()
 
 
 def start_of(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
-    """Return the first place of the last invocation in a prompt; None where it has none."""
+    """Return the position where a prompt's last invocation starts; None without one."""
     wanted, size = list(invocation), len(invocation)
     for start in range(len(prompt) - size, -1, -1):
         if list(prompt[start : start + size]) == wanted:
@@ -79,7 +78,7 @@ def follow() -> None:
 
 
 def follow_hashes() -> None:
-    """Wrap the function of vLLM's scheduler that makes the keys of a block of the prefix cache.
+    """Wrap vLLM's function for the extra keys of a block in the prefix cache.
 
     Raises:
         UnsupportedInputError: this version of vLLM lacks it.
@@ -109,7 +108,7 @@ def _first_runner(
 
 
 def _note_prompts(original: Callable[..., Any], runner: Any, scheduled: Any) -> Any:
-    """Keep the prompts of requests with adapters: this runner has them on the device alone."""
+    """Keep the prompts of requests with adapters: this runner has them only on the device."""
     result = original(runner, scheduled)
     known = runner.__dict__.setdefault("lora_backends_prompts", {})
     for name in [name for name in known if name not in runner.req_states.req_id_to_index]:
@@ -132,7 +131,7 @@ def _second_runner(original: Callable[..., Any], runner: Any, *args: Any, **kwar
 
 
 def _done(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Announce a batch's adapters; the next batch may be another runner's, or have no requests."""
+    """Announce a batch's adapters, then forget its rows: the next batch may have none."""
     try:
         return original(runner, *args, **kwargs)
     finally:
@@ -140,7 +139,7 @@ def _done(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) 
 
 
 def _from_invocation(original: Callable[..., Any], manager: Any, mapping: Any, *args: Any) -> Any:
-    """Take the adapter off the tokens before a request's invocation."""
+    """Remove the adapter from the tokens before a request's invocation."""
     rows = _batch.rows
     if rows is not None:
         mapping = _changed(manager, mapping, rows)
@@ -178,7 +177,7 @@ def _invocation(manager: Any, adapter_id: int) -> tuple[int, ...]:
 
 
 def _note_path(original: Callable[..., Any], executor: Any, request: Any) -> Any:
-    """Note the path of an adapter that is loaded ahead of its requests."""
+    """Note the path of an adapter that is loaded before any request names it."""
     result = original(executor, request)
     _paths[request.lora_name] = request.lora_path
     return result
@@ -187,10 +186,11 @@ def _note_path(original: Callable[..., Any], executor: Any, request: Any) -> Any
 def _keys(
     original: Callable[..., Any], request: Any, first: int, end: int, *args: Any
 ) -> tuple[tuple[Any, ...] | None, int]:
-    """Return a block's keys: the base model's before the invocation, the invocation's place behind.
+    """Return a block's extra keys.
 
-    Requests of one adapter with the invocation in another place compute other keys and values for
-    equal tokens; so do requests of a blend after a part was loaded from another path.
+    A block before an aLoRA's invocation gets the base model's keys. Later blocks get the position
+    of the invocation as well, because equal tokens have other keys and values if the invocation is
+    elsewhere. Blocks of a blend get the paths of its parts, which may be loaded again from others.
     """
     keys, place = original(request, first, end, *args)
     lora = request.lora_request
@@ -216,11 +216,11 @@ def _keys(
 
 
 live_invocations: dict[str, tuple[int, ...]] = {}
-"""Of live adapters, which have no folder, by their path."""
+"""Invocation tokens of live adapters, which have no folder, by `lora_path`."""
 
 
 def _paths_of_parts(path: str) -> list[str]:
-    """Return the paths of a blend's parts, and of theirs; none for another adapter."""
+    """Return the paths of a blend's parts, and of blends among them; [] for another adapter."""
     try:
         terms = terms_of(path) or []
     except InvalidInputError:
@@ -233,7 +233,7 @@ def _paths_of_parts(path: str) -> list[str]:
 
 
 def invocation_at(path: str) -> tuple[int, ...]:
-    """Return the invocation tokens of an adapter by its path, () where it has none."""
+    """Return the invocation tokens of the adapter at a path; () for another kind of adapter."""
     return live_invocations[path] if path in live_invocations else _invocation_of_folder(path)
 
 
@@ -248,7 +248,7 @@ def _invocation_of_folder(path: str) -> tuple[int, ...]:
         # a trainer may write another adapter to the same path
         return _invocation_of_file(file, status.st_mtime_ns, status.st_size, status.st_ino)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        return ()  # the worker says what is wrong
+        return ()  # the worker reports the error
 
 
 @lru_cache(maxsize=4096)

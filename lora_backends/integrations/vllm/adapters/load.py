@@ -1,4 +1,4 @@
-"""Reads an adapter for vLLM: into what vLLM keeps of one, and the parts that vLLM does not know."""
+"""Reads an adapter into vLLM's `LoRAModel`, and its other parts into `Extras`."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from lora_backends.integrations.vllm.adapters.base_weights import base_layer_of
 from lora_backends.integrations.vllm.adapters.targets import Target, Targets
 
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""Values of init_lora_weights that leave the base weights alone when PEFT loads an adapter."""
+"""Values of init_lora_weights with which PEFT leaves the base weights as they are."""
 
 OTHER_KINDS = (
     *("use_dora", "lora_bias", "alora_invocation_tokens", "trainable_token_indices"),
     *("layer_replication", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
     "megatron_config",
 )
-"""Fields of a configuration that vLLM refuses, or reads past."""
+"""Fields of a configuration that vLLM refuses or ignores."""
 
 HEADS = ("classifier", "score")
-"""Modules that vLLM takes whole from an adapter (modules_to_save)."""
+"""Saved modules (modules_to_save) that vLLM loads itself."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What one module adds to its LoRA, for all of its outputs, on every process."""
+    """Scales and bias of one module, for all of its outputs, on every process."""
 
     scales: Tensor | None = None  # [out_features] float32: multiplies base and delta (DoRA)
-    bias: Tensor | None = None  # [out_features] float32, added behind the scales
+    bias: Tensor | None = None  # [out_features] float32, added after the scales
 
 
 @dataclass(frozen=True)
 class Extras:
-    """The parts of an adapter that vLLM does not know, kept with its `LoRAModel`."""
+    """The parts of an adapter that a `LoRAModel` has no place for; kept with it."""
 
     factors: Mapping[Target, Factors] = field(default_factory=dict)
-    invocation: tuple[int, ...] = ()  # aLoRA: the adapter acts from their last place on
+    invocation: tuple[int, ...] = ()  # aLoRA: the adapter applies from their last place on
     tokens: bool = False  # rows of embeddings are replaced (trainable_token_indices)
     parts: Mapping[str, Any] = field(default_factory=dict)  # of a blend: the `LoRARequest` by
     # which each name was loaded, None for a folder
@@ -58,13 +58,13 @@ NO_EXTRAS = Extras()
 
 
 def extras_of(lora: Any) -> Extras:
-    """Return what a `LoRAModel` has besides LoRA."""
+    """Return the `Extras` of a `LoRAModel`."""
     extras: Extras = getattr(lora, "lora_backends_extras", NO_EXTRAS)
     return extras
 
 
 def needs_our_reader(config: Mapping[str, Any]) -> bool:
-    """Return whether vLLM's loader refuses an adapter of this configuration, or gets it wrong."""
+    """Return whether vLLM's loader refuses or misreads an adapter of this configuration."""
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower() not in PLAIN_STARTS:
         return True
@@ -73,7 +73,7 @@ def needs_our_reader(config: Mapping[str, Any]) -> bool:
     if set(config.get("modules_to_save") or ()) - set(HEADS):
         return True
     if config.get("peft_type", "LORA") != "LORA" or any(unknown_keys(config)):
-        return True  # it refuses them by name, where vLLM reads past them
+        return True  # it refuses unknown fields by name, vLLM ignores them
     from vllm.lora.peft_helper import PEFTHelper
 
     patterns = config.get("rank_pattern") or config.get("alpha_pattern")
@@ -91,8 +91,8 @@ def load(
 ) -> Any:
     """Return an adapter as `LoRAModelManager.add_adapter` takes it, on the host.
 
-    With tensor parallelism every process calls it, in the same order: DoRA and PiSSA gather base
-    weights. Nothing of the engine changes.
+    With tensor parallelism every process must call it in the same order, because DoRA and PiSSA
+    gather base weights. The engine does not change.
 
     Args:
         config: the contents of `adapter_config.json`.
@@ -101,10 +101,10 @@ def load(
         adapter_id: of the adapter in vLLM.
         source: of the tensors, for errors.
         is_3d: whether experts are stacked, as `LoRARequest.is_3d_lora_weight` says.
-        by_our_reader: whether plain LoRA takes our reader too, which checks shapes and values.
+        by_our_reader: read plain LoRA with our reader, too, which checks shapes and values.
 
     Returns:
-        vLLM's `LoRAModel`, its `Extras` with it.
+        vLLM's `LoRAModel`, with its `Extras`.
 
     Raises:
         InvalidInputError: the adapter contradicts itself or the base model.
@@ -124,7 +124,7 @@ def load(
 
 
 def check(worker: Any, lora: Any, source: Path) -> None:
-    """Refuse an adapter if its layout does not fit, or vLLM would ignore a module of it.
+    """Refuse an adapter whose layout does not fit, or that has a module which vLLM would ignore.
 
     Raises:
         UnsupportedInputError: a module that vLLM would ignore.
@@ -143,7 +143,7 @@ def check(worker: Any, lora: Any, source: Path) -> None:
 
 
 def check_shapes(checkpoint: Checkpoint, worker: Any, source: Path) -> None:
-    """Refuse LoRA of another base model, where the layers' whole widths are known.
+    """Refuse LoRA of other widths than the layers', where those are known.
 
     Raises:
         InvalidInputError: a module of the adapter has other widths than its layer.
@@ -205,7 +205,7 @@ class _Loading:
         host = {name: tensors[name].detach().to("cpu", copy=True) for name in sorted(tensors)}
         checkpoint = checked_checkpoint(self.source, self.source, peft_config, host, options)
         self._refuse(checkpoint)
-        # all names first: a refused adapter gathers nothing
+        # check everything first, so that a refused adapter gathers no weights
         names = {path: self.targets.name_of(path) for path in checkpoint.modules}
         names |= {path: self.targets.name_of(path) for path in checkpoint.own.tokens}
         self.targets.check(self.source, names.values())
@@ -237,7 +237,7 @@ class _Loading:
             given.append(f"whole parameters ({', '.join([*own.parameters][:3])})")
         if own.tying is not None and own.tying.what == "LoRA":
             given.append("LoRA that the head shares with the embedding (ensure_weight_tying)")
-        if checkpoint.experts:  # without the base model nothing tells how PEFT has laid them out
+        if checkpoint.experts:  # their layout follows from the base model, which is not at hand
             given.append(f"stacked experts ({next(iter(checkpoint.experts))}) beside these")
         if own.tokens and own.invocation:
             given.append("trainable_token_indices beside alora_invocation_tokens")
@@ -245,7 +245,7 @@ class _Loading:
             given.append("alora_invocation_tokens in a pooling model: PEFT has it for causal ones")
         wrappers = getattr(self.manager, "punica_wrapper_mapping", {}).values()
         if own.invocation and any(wrapper.takes_embeddings for wrapper in wrappers):
-            given.append("alora_invocation_tokens with enable_prompt_embeds: no tokens to look at")
+            given.append("alora_invocation_tokens with enable_prompt_embeds: it needs token ids")
         if given:
             raise UnsupportedInputError(
                 f"the adapter uses features that are not supported inside vLLM\n"
@@ -276,7 +276,7 @@ class _Loading:
             if delta.init:
                 raise self._refused(f"init_lora_weights = {delta.init!r} of experts ({name})")
         if delta.init and self._is_tied and name.endswith("lm_head"):
-            # PEFT takes the start off the embedding's weight, too
+            # PEFT subtracts the initial product from the embedding's weight, too
             raise self._refused(f"init_lora_weights = {delta.init!r} of a tied head ({name})")
         if delta.magnitude is not None:
             self._check_scales(target)
@@ -296,7 +296,7 @@ class _Loading:
         self.weights[name] = delta.lora_a, delta.lora_b.float() * delta.scaling
 
     def _check_shape(self, delta: ModuleDelta, target: Target) -> None:
-        """Refuse LoRA of another base model, where the layer's whole widths are known."""
+        """Refuse LoRA of other widths than the layer's, where those are known."""
         wide, tall = _widths(self.manager.modules[target.layer], target.piece)
         given = delta.lora_a.shape[1], delta.lora_b.shape[0]
         for mine, theirs in zip(given, (wide, tall), strict=True):
@@ -323,7 +323,7 @@ class _Loading:
         )
 
     def _check_copy(self, path: str, weight: Tensor) -> None:
-        """Refuse an adapter that brings another base weight than the model's."""
+        """Refuse an adapter whose checkpoint holds a base weight other than the model's."""
         name = self.targets.name_of(path)
         target = self.targets.find(name)
         if target is None:
@@ -334,7 +334,7 @@ class _Loading:
             raise self._refused(f"a base weight of its own at {path!r}, as of a resized embedding")
 
     def _add_tokens(self, name: str, rows: TokenRows) -> None:
-        """Replace rows of an embedding: LoRA whose A picks the tokens, and B adds differences."""
+        """Replace rows of an embedding by LoRA: A selects tokens, and B adds the differences."""
         names = [name]
         if self._is_tied:
             names += [each for each in self.manager.modules if each.endswith("lm_head")]

@@ -1,4 +1,4 @@
-"""The LoRA layers of an engine by the names that adapters give to modules."""
+"""Maps module names in adapters to the LoRA layers of an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Target:
 
 
 class Targets:
-    """Finds the layer of each module of an adapter.
+    """Finds the LoRA layer for each module of an adapter.
 
     Args:
         manager: vLLM's `LoRAModelManager`.
@@ -44,7 +44,7 @@ class Targets:
                 self._targets.setdefault(text_name, target)
 
     def name_of(self, path: str) -> str:
-        """Return vLLM's name of a module that has a path in the Hugging Face model."""
+        """Return vLLM's name for the module at a path of the Hugging Face model."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         key = f"base_model.model.{path}.lora_A.weight"
@@ -53,7 +53,7 @@ class Targets:
         return name
 
     def find(self, name: str) -> Target | None:
-        """Return the layer of a module by vLLM's name; None where there is none."""
+        """Return the layer of a module by vLLM's name; None if it has none."""
         target = self._targets.get(name)
         if target is None and self._manager.is_pooling_model:
             target = self._targets.get(f"model.{name}")  # as vLLM looks for it
@@ -62,7 +62,7 @@ class Targets:
         return target
 
     def is_elsewhere(self, name: str) -> bool:
-        """Return whether a module is of another pipeline stage, or one that vLLM's model skips."""
+        """Return whether another pipeline stage has a module, or vLLM's model skips it."""
         if any(name.startswith(prefix) or f".{prefix}" in name for prefix in self.skipped):
             return True
         module = self._manager.model
@@ -75,14 +75,14 @@ class Targets:
         return type(module).__name__ == "PPMissingLayer"
 
     def check(self, source: Any, names: Iterable[str]) -> None:
-        """Refuse an adapter if a module of it would be ignored.
+        """Refuse an adapter with a module that vLLM would ignore.
 
         Args:
             source: of the adapter, for the error.
             names: vLLM's names of its modules.
 
         Raises:
-            UnsupportedInputError: no layer takes one of them, or vLLM's model does not call it.
+            UnsupportedInputError: a module has no layer, or vLLM's model does not call its layer.
         """
         refused = {name: self._why_not(name) for name in names}
         reasons = [f"{name}: {why}" for name, why in refused.items() if why]
@@ -107,7 +107,7 @@ class Targets:
         last = target.layer.rsplit(".", 1)[-1]
         if last == ABSORBED and _is_absorbed(self._manager.model):
             return "multi-head latent attention multiplies by its weight without the layer"
-        # vLLM has run the model before it loads adapters. Embeddings and heads may not have run.
+        # vLLM runs the model before it loads adapters, perhaps without embeddings and heads
         is_linear = hasattr(module, "_apply_lora_to_output") and not hasattr(
             module, "full_weight_stacked"
         )
