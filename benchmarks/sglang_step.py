@@ -86,7 +86,7 @@ class Process:
 
 
 def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-    """Save random weights: SGLang reads adapters as it reads the model, so it must not draw them.
+    """Save random weights: SGLang's dummy weights would replace those of adapters, too.
 
     Args:
         folder: that holds config.json.

@@ -28,7 +28,7 @@ from measuring import Measurement, Options, Result, Row  # noqa: E402
 NAMES = ("alice", "bob")
 CLIENTS, SETS, PROMPTS, LENGTH, RANK = 8, 7, 4, 24, 8
 VOCAB = 256
-GAP = 0.01  # of log-probabilities, between a token and the next best: rounding chooses no token
+GAP = 0.01  # least log-probability between the best token and the next, so rounding chooses none
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SMALL = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
@@ -120,14 +120,14 @@ class Load:
     seconds: list[float] = field(default_factory=list)
     requests: int = 0
     tokens: int = 0
-    under_one: int = 0  # requests that only one version may have answered
-    across: int = 0  # requests that ended after a later version had come
+    under_one: int = 0  # requests that only one version can have answered
+    across: int = 0  # requests that ended after a newer version was current
     wrong: list[str] = field(default_factory=list)
     refused: int = 0
     is_done: bool = False
 
     async def update(self) -> None:
-        """Make all updates, some of which have to fail."""
+        """Make all updates, some of which must fail."""
         from lora_backends.errors import InvalidInputError
         from lora_backends.integrations.vllm import live
 
@@ -151,7 +151,7 @@ class Load:
         self.is_done = True
 
     def bad(self, turn: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return an adapter that has to be refused, and its configuration."""
+        """Return an adapter that must be refused, and its configuration."""
         tensors, first = dict(self.sets[0]), next(iter(self.sets[0]))
         if turn % 4 == 0:
             tensors[first] = tensors[first][:, :-1]
@@ -162,7 +162,7 @@ class Load:
         return tensors, config(RANK if turn % 4 < 3 else 2 * RANK)
 
     async def ask(self, seed: int) -> None:
-        """Send requests one after another until all updates are made."""
+        """Send one request after another until all updates are made."""
         from lora_backends.integrations.vllm import live
 
         draw, count = random.Random(seed), 0
@@ -216,7 +216,7 @@ async def generate(
 async def answers_of(
     engine: Any, model: Any, sets: list[dict[str, torch.Tensor]]
 ) -> tuple[list[list[int]], dict[tuple[int, int], list[int]]]:
-    """Return prompts, and the answer of each set to each; no token of one is a close choice."""
+    """Return prompts, and each set's answer to each; no token is within `GAP` of the next best."""
     from lora_backends.integrations.vllm import live
 
     for index, tensors in enumerate(sets):

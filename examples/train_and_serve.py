@@ -2,8 +2,9 @@
 
 Each step, vLLM answers the prompts with both adapters in one batch, this library computes the
 log-probabilities of those answers again, changes each adapter by its own rewards (REINFORCE, with
-the group's mean as baseline), and pushes both into vLLM from memory. Server and trainer have to
-agree token by token, or the gradient would be another policy's: the largest difference is printed::
+the group's mean as baseline), and pushes both into vLLM from memory. Server and trainer must
+agree token by token, or the gradient would be that of another policy. The largest difference of a
+step is printed; the exit status is 1 if one is above 1e-3::
 
     LORA_BACKENDS_VLLM=auto python examples/train_and_serve.py --model FOLDER
 
@@ -43,16 +44,16 @@ class Rollout:
     adapters: list[str]  # of each row
     rows: list[list[int]]  # prompt and answer
     starts: list[int]  # where the answer begins
-    logprobs: list[list[float]]  # of the answer's tokens, as the server has drawn them
+    logprobs: list[list[float]]  # the server's, of the answer's tokens
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step has done."""
+    """The results of one step."""
 
-    version: int  # that has answered
+    version: int  # of the adapters that answered
     rewards: dict[str, float]  # mean by adapter
-    difference: float  # the largest, of server's and trainer's log-probabilities
+    difference: float  # largest |server's - trainer's| log-probability of a token
 
 
 def answers(
@@ -83,7 +84,7 @@ def logprobs_of(model: MultiLoRAModel, rollout: Rollout) -> list[torch.Tensor]:
     lengths = torch.tensor([len(row) for row in rollout.rows])
     mask = (torch.arange(width) < lengths[:, None]).long()
     logits = model(adapters=rollout.adapters, input_ids=ids, attention_mask=mask).logits
-    # logits of one place are of the next token
+    # logits of a position predict the next token
     every = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     spans = zip(every, rollout.starts, rollout.rows, strict=True)
     return [row[start - 1 : len(tokens) - 1] for row, start, tokens in spans]
@@ -114,7 +115,7 @@ def train(
     length: int = 16,
     learning_rate: float = 2e-3,
 ) -> list[Step]:
-    """Train an adapter for each reward, and return what every step has done."""
+    """Train an adapter for each reward, and return the results of every step."""
     optimizers = {}
     for name in rewards:
         model.new_adapter(name, CONFIG)

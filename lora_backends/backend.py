@@ -118,9 +118,9 @@ class LoRABackend(Dispatched, ABC):
             batch: the slots of the tokens.
             out: a plan of this backend for equal num_slots, with room for the batch. It is refilled
                 in place and returned. Where the backend claims `cuda_graphs`, its device tensors
-                keep their addresses, so that a captured graph follows the new composition. A
-                backward of a call with the batch before is refused; only a reentrant
-                `torch.utils.checkpoint`, which repeats the call, does not notice.
+                keep their addresses, so that a captured graph follows the new composition. The
+                backward of a call from before the refill is refused, except under a reentrant
+                `torch.utils.checkpoint`, which repeats the call with the new batch unnoticed.
             capacity: tokens that refills may have, at least those of the batch; None: as many as
                 the batch. A refill keeps the capacity of `out`.
 

@@ -1,4 +1,4 @@
-"""What the body of a request asks for: its words are honoured, or refused by name."""
+"""Checks the body of a request: every field is honoured, or refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOUNDS = {
     "min_p": (0, 1),
     "repetition_penalty": (1e-9, 10),
 }
-"""Sampling words and their least and largest values."""
+"""Sampling parameters with their least and largest values."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
     "n": (1,),
@@ -38,7 +38,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
     "metadata": None,
     "store": (False,),
 }
-"""Words that this server does not honour, and the values besides null that ask for nothing."""
+"""Fields that this server does not honour, with the values besides null that change nothing."""
 
 READ = {"model", "prompt", "messages", "max_tokens", "max_completion_tokens", "stop", "stream"} | {
     "stream_options",
@@ -76,12 +76,12 @@ def asked(body: Any, chat: bool, samples: bool) -> Asked:
         HTTPException: status 400; it names the word.
     """
     if not isinstance(body, dict):
-        raise refused(400, "the body is no JSON object")
+        raise refused(400, "the body is not a JSON object")
     body = {word: value for word, value in body.items() if value is not None}
     for word, value in body.items():
         allowed = NEUTRAL.get(word, ())
         if word not in READ and allowed is not None:
-            # by type, too: True is no 1
+            # compare types, too: True is not 1
             if not any(type(value) is type(each) and value == each for each in allowed or ()):
                 raise refused(400, f"{word[:50]!r} is not honoured by this server: leave it out")
     source = "messages" if chat else "prompt"
@@ -94,7 +94,7 @@ def asked(body: Any, chat: bool, samples: bool) -> Asked:
     stops = body.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise refused(400, '"stop" is no text and no list of texts')
+        raise refused(400, '"stop" is neither a text nor a list of texts')
     if len(stops) > MOST_STOPS:
         raise refused(400, f'"stop" has more than {MOST_STOPS} texts')
     if type(body.get("stream", False)) is not bool:
@@ -111,17 +111,17 @@ def asked(body: Any, chat: bool, samples: bool) -> Asked:
 
 
 def sampling(body: Mapping[str, Any], samples: bool) -> dict[str, Any]:
-    """Return the sampling words of a request as words of a GenerationConfig."""
+    """Return the sampling parameters of a request as fields of a GenerationConfig."""
     words: dict[str, Any] = {}
     for word, (least, largest) in BOUNDS.items():
         if word in body:
             value = body[word]
             kinds = (int,) if word == "top_k" else (int, float)
-            # NaN is no number here: it is neither less nor more.
+            # NaN fails the comparison, so it is refused.
             if type(value) not in kinds or not least <= value <= largest:
                 raise refused(400, f'"{word}" is not from {least:g} to {largest:g}')
             words[word] = value if word == "top_k" else float(value)
-    # The batch samples as a whole: the best token alone is a greedy choice.
+    # The manager samples for the whole batch; top_k = 1 makes a row's choice greedy.
     if words.get("temperature") == 0 or not (samples or words.keys() - {"repetition_penalty"}):
         penalty = {k: v for k, v in words.items() if k == "repetition_penalty"}
         return {"top_k": 1, **penalty}
@@ -137,7 +137,7 @@ def prompt(value: Any) -> Any:
     if isinstance(value, str):
         value.encode()  # half a character is a ValueError
     elif not isinstance(value, list):
-        raise refused(400, '"prompt" is no text and no list of token ids')
+        raise refused(400, '"prompt" is neither a text nor a list of token ids')
     return value
 
 
@@ -154,5 +154,5 @@ def messages(value: Any) -> tuple[dict[str, str], ...]:
         (parts + each["role"]).encode()
         found.append({"role": each["role"], "content": parts})
     if not found:
-        raise refused(400, '"messages" is no list with a message')
+        raise refused(400, '"messages" is not a list with at least one message')
     return tuple(found)

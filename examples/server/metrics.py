@@ -1,4 +1,4 @@
-"""What `/metrics` tells Prometheus."""
+"""The metrics that `/metrics` serves to Prometheus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 
 class Metrics(Collector):
-    """Counts of a server, and the state of its model when it is asked.
+    """Counters of a server, and the state of its model at each scrape.
 
     Args:
         model: a MultiLoRAModel with a store.

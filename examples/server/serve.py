@@ -2,9 +2,9 @@
 
 python examples/server/serve.py MODEL --adapters examples/adapters
 
-The "model" of a request is an adapter's name, or "base". Adapters of the folder are loaded when a
-request asks for them, and files that change are loaded when no request uses them. A key in the
-environment variable SERVE_API_KEY is asked of all requests under /v1.
+The "model" of a request is an adapter's name, or "base". The first request for an adapter loads it
+from the folder; changed files are loaded when no request uses the adapter. If the environment
+variable SERVE_API_KEY is set, all requests under /v1 need that key.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Server:
         model: with a store of adapters (`keep_adapters`).
         tokenizer: of the model.
         requests: of `begin`, started.
-        key: that requests under /v1 need; None for none.
+        key: the API key that requests under /v1 need; None: no key.
         most_bytes: of a body.
         most_characters: of a prompt.
-        most_requests: that wait or run at a time.
+        most_requests: requests that may wait or run at a time.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Server:
         self.ends = {*ends} if isinstance(ends, list) else {ends}
         self.unloaded: set[str] = set()
         self.metrics = Metrics(model, requests)
-        # A thread each, because `add_request` waits for a slot; one for the tokenizer, which is
-        # not made for several.
+        # A thread per request, because `add_request` waits for a slot; one for the tokenizer, which
+        # is not thread-safe.
         self.most_requests, self.running = most_requests, 0
         self.adding, self.tokenizing = CapacityLimiter(most_requests), CapacityLimiter(1)
         post = {"methods": ["POST"]}
@@ -91,12 +91,12 @@ class Server:
         self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     async def health(self, request: Request) -> Response:
-        """Tell whether the model's thread runs."""
+        """Return whether the model's thread runs."""
         alive = self.requests.is_running()
         return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
 
     async def tell_metrics(self, request: Request) -> Response:
-        """Tell Prometheus of adapters, waits and tokens."""
+        """Return metrics of adapters, waits and tokens to Prometheus."""
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, request: Request) -> Response:
@@ -112,14 +112,14 @@ class Server:
         root = self.model.store.folder
         folder = None if root is None or "\0" in path else root / path
         if folder is None or not await run_in_threadpool(is_inside, folder, root):
-            raise refused(400, '"lora_path" is no folder inside of --adapters')
+            raise refused(400, '"lora_path" is not a folder inside of --adapters')
         again = name in self.model.adapters
         await run_in_threadpool(self.model.load_adapter, name, folder, replace_existing=again)
         self.unloaded.discard(name)
         return JSONResponse({"status": "loaded"})
 
     async def unload(self, request: Request) -> Response:
-        """Take {"lora_name": ...} out of its slot, and serve it no more until it is loaded."""
+        """Unload {"lora_name": ...}; requests for it are refused until it is loaded again."""
         (name,) = await self._words(request, "lora_name")
         await self._check_model(name)
         if name in self.model.adapters:
@@ -161,7 +161,7 @@ class Server:
         return [str(value) for value in values]
 
     async def _body(self, request: Request) -> Any:
-        """Return the JSON of a body, and read no more of it than is allowed."""
+        """Return the JSON of a body; stop reading at the size limit."""
         self._check_key(request)
         if not self.requests.is_running():
             raise refused(503, "the model's thread has ended: start the server again")
@@ -173,7 +173,7 @@ class Server:
         try:
             return json.loads(bytes(found))
         except (ValueError, RecursionError) as error:
-            raise refused(400, f"the body is no JSON: {str(error)[:200]}") from error
+            raise refused(400, f"the body is not JSON: {str(error)[:200]}") from error
 
     def _check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
@@ -181,7 +181,7 @@ class Server:
             raise refused(401, "the API key is missing or wrong")
 
     def _names(self) -> list[str]:
-        """Return the adapters that may be asked for."""
+        """Return the adapters that requests may name."""
         store = self.model.store
         names = (name for name in store.names() if name not in self.unloaded)
         folders = store.folders()  # `names` has looked for new ones
@@ -247,14 +247,14 @@ class Answer:
         server.metrics.prompt_tokens.labels(want.model).inc(len(ids))
 
     def leave(self) -> None:
-        """End a request that nobody waits for."""
+        """Cancel a request whose client has gone."""
         if not self.ended:
             self.ended = True
             self.gone.set()
             self.server.requests.cancel_request(self.name)
 
     async def parts(self) -> AsyncIterator[tuple[str, str | None]]:
-        """Yield new text, and at the end why it ends."""
+        """Yield new text, and with the last piece the reason for the end."""
         server, told, reason = self.server, 0, None
         held = max((len(stop) - 1 for stop in self.want.stops), default=0)
         try:
@@ -272,7 +272,7 @@ class Answer:
                 elif text.endswith("\N{REPLACEMENT CHARACTER}"):
                     continue  # the rest of a character is still to come
                 else:
-                    text = text[: max(len(text) - held, told)]  # may begin a stop
+                    text = text[: max(len(text) - held, told)]  # the rest may begin a stop text
                 yield text[told:], reason
                 told = max(told, len(text))
         finally:
@@ -329,7 +329,7 @@ class Answer:
 
 
 async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
-    """Return the result of `work`, which ends when the client goes away."""
+    """Return the result of `work`, which is cancelled when the client goes away."""
 
     async def leaves() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -347,7 +347,7 @@ async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
 
 
 def is_inside(folder: Path, root: Path | None) -> bool:
-    """Return whether a folder and its files lie in `root`, whatever links say."""
+    """Return whether a folder and its files lie in `root` once links are resolved."""
     if root is None:
         return True
     files = list(folder.iterdir()) if folder.is_dir() else []
@@ -367,7 +367,7 @@ async def told(request: Request, error: Exception) -> Response:
 
 
 def begin(model: MultiLoRAModel, config: ContinuousBatchingConfig) -> Any:
-    """Return a manager of requests that may sample, each with its own words."""
+    """Return a manager of requests that may sample, each with its own parameters."""
     generation = copy.deepcopy(model.base.generation_config)
     generation.do_sample = True
     config.per_request_processors = True

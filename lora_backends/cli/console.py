@@ -16,7 +16,7 @@ from rich.table import Table
 
 PIPED_WIDTH = 110
 LOG_SECONDS = 10.0
-"""Between two lines of a log about a step that runs."""
+"""Seconds between two lines of a log about a running step."""
 INTERRUPTED = 130
 """Exit status of a command that the user interrupts."""
 
@@ -58,7 +58,7 @@ def output_of_plugins_aside(wanted: bool = True) -> Iterator[None]:
 
 
 class Progress:
-    """A step that runs: a line that moves on a terminal, a line now and then in a log."""
+    """Shows a running step: an animated line on a terminal, a line every so often in a log."""
 
     def __init__(self, what: str, console: Console) -> None:
         self._what, self._console, self._text = what, console, "still running"
@@ -66,14 +66,14 @@ class Progress:
         self._start, self._over = time.perf_counter(), threading.Event()
 
     def note(self, text: str) -> None:
-        """Say how far the step is."""
+        """Show how far the step has come."""
         self._text = text
         if self._status is not None:
             self._status.update(f"{self._what}: {text} ...")
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Make room for output on the same terminal."""
+        """Hide the line while the block prints to the same terminal."""
         if self._status is not None:
             self._status.stop()
         yield
@@ -82,7 +82,7 @@ class Progress:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show it until the block ends, and then how long the step took."""
+        """Show the step until the block ends, and then the time that it took."""
         if self._status is None:
             self._log(" ...")
             threading.Thread(target=self._beat, daemon=True).start()

@@ -245,5 +245,5 @@ def _print_speeds(speeds: dict[str, float | None]) -> None:
 
 
 def three_digits(value: float) -> str:
-    """Return a positive number with three digits that count, or all before the point."""
+    """Return a positive number with three significant digits, or all digits before the point."""
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"

@@ -117,7 +117,7 @@ def _load_base(settings: GenerateConfig, location: str, device: torch.device) ->
 
 @contextmanager
 def _no_bar_of_gguf_files() -> Iterator[None]:
-    """Hide a bar that Transformers' own switch does not reach, and that fills a log."""
+    """Hide a progress bar that fills a log and that Transformers has no switch for."""
     try:
         module: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     except ImportError:  # another version: the bar may be elsewhere

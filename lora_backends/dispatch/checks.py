@@ -495,7 +495,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _may_change(view: torch.Tensor) -> bool:
-    """Return whether autograd lets a view change in place."""
+    """Return whether autograd allows in-place changes of a view."""
     made = torch._C._autograd._get_creation_meta(view)
     return bool(made == torch._C._autograd.CreationMeta.DEFAULT)
 
@@ -503,7 +503,7 @@ def _may_change(view: torch.Tensor) -> bool:
 def check_gradients(
     problems: Problems, tensors: list[torch.Tensor], base_output: torch.Tensor | None
 ) -> None:
-    """Refuse to lose a gradient silently, and to write where autograd does not let a call write."""
+    """Refuse a call that would lose a gradient, or write where autograd forbids it."""
     if not torch.is_grad_enabled():
         return
     if base_output is not None:

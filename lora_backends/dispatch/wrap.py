@@ -166,7 +166,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
         caches = isinstance(plan, CachingPlan) and (stores or name in self.storing)
         if not caches and isinstance(plan, ManyAdaptersPlan):
             return _add_each(operation, call, self, x, weights, plan, y)
-        # no stored call vouches for token ids, whose values are checked
+        # the values of token ids are checked in every call
         checks_first = (
             not caches
             or operation.input is Input.TOKEN_IDS

@@ -73,12 +73,12 @@ class ModelWords:
     def to(
         self, device: Any = None, dtype: torch.dtype | None = None, non_blocking: bool = False
     ) -> Self:
-        """Return the model if it is there already, and refuse another device or dtype.
+        """Return the model if it has this device and dtype already; refuse any other.
 
-        Takes what `torch.nn.Module.to` takes: a device, a dtype, both, or a tensor that has them.
+        As `torch.nn.Module.to`, it takes a device, a dtype, both, or a tensor that has them.
 
         Raises:
-            InvalidInputError: no device, or another device or dtype than the model's.
+            InvalidInputError: `device` is invalid, or the model has another device or dtype.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device

@@ -113,16 +113,16 @@ class SgmvBackend(LoRABackend):
     def kernel_sizes(
         self, num_tokens: int, active_slots: int, weights: LoRAWeights, halves: bool = False
     ) -> Hashable:
-        """Return what the kernels for a layer and a batch follow from, outside of graphs.
+        """Return a key of the kernels that an eager call of a layer needs for a batch.
 
         Args:
             num_tokens: of the batch.
             active_slots: slots that have tokens.
             weights: of the layer, 16 or 32 bits wide.
-            halves: whether `run_lora_a` or `run_lora_b` runs, else `run_linear`.
+            halves: True for `run_lora_a` and `run_lora_b`, False for `run_linear`.
 
         Returns:
-            An object that is equal for batches that need the same kernels.
+            A key that is equal for batches with the same kernels.
         """
         form: launch.Form = "separate" if halves else "linear"
         return launch.kernel_sizes(weights, num_tokens, active_slots, self._options, form)

@@ -247,9 +247,9 @@ def _kernels(
 def kernel_sizes(
     weights: LoRAWeights, num_tokens: int, active_slots: int, options: Options, form: Form
 ) -> tuple[Any, ...]:
-    """Return what both kernels for a layer follow from in an eager call: equal, then compiled once.
+    """Return a key of both kernels of an eager call; equal keys are compiled once.
 
-    Of 16- and 32-bit weights, and x of their dtype.
+    Weights have 16 or 32 bits, and x has their dtype.
     """
     shape = INVARIANT_BATCH if options.batch_invariant else (num_tokens, active_slots)
     batch = BatchShape(*shape, options.source.tile_tokens(*shape))

@@ -1,4 +1,4 @@
-"""A few runs of the simulation, and bugs that it has to find in as few."""
+"""A few runs of the simulation, and planted bugs that as few runs must find."""
 
 import os
 import subprocess

@@ -73,10 +73,10 @@ def unchanged(folder: Path) -> Iterator[Stamp | None]:
     """Refuse an adapter whose files change while the block reads them; yields their stamp.
 
     Raises:
-        InvalidInputError: at the end of the block, they have changed; or as `stamp_of`.
+        InvalidInputError: the files have changed at the end of the block; or as `stamp_of`.
     """
     before = stamp_of(folder)
-    # A further write in the tick of the last one would leave the stamp as it is.
+    # A second write in the same tick would not change the stamp, so wait for the next tick.
     while before is not None and 0 <= (age := time.time() - newest(before)) < TICK_S:
         time.sleep(TICK_S - age)
         before = stamp_of(folder)

@@ -23,7 +23,7 @@ def local_folder(name: str | Path) -> Path:
     """Return the folder that a user names, or that of an adapter on the hub.
 
     An adapter on the hub is ORGANISATION/NAME, or ORGANISATION/NAME@REVISION/FOLDER with a branch,
-    tag or commit, as in huggingface_hub's file system. What exists as a path is taken as one.
+    tag or commit, as in huggingface_hub's file system. A name that exists as a path is a path.
     huggingface_hub decides whether there is a network (HF_HUB_OFFLINE) and where its cache lies
     (HF_HOME).
 

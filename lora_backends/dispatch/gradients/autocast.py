@@ -24,8 +24,8 @@ _NOTHING = nullcontext()
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[Any]:
-    """Return a block without autocast."""
-    # torch's block takes longer than a kernel's launch to make
+    """Return a context manager that turns autocast off."""
+    # creating torch's own takes longer than launching a kernel
     return torch.autocast(device_type, enabled=False) if is_any_autocast() else _NOTHING
 
 

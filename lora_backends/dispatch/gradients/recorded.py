@@ -39,7 +39,7 @@ class SlotParameter(NamedTuple):
 
 
 class SlotParameters:
-    """The parameters of the slots of a batch, and what follows from them: made once for many calls.
+    """The parameters of a batch's slots, and values derived from them once for many calls.
 
     Args:
         parameters: of one layer.
@@ -49,7 +49,7 @@ class SlotParameters:
         self.tensors = tuple(tensor for tensor, _ in parameters)
         self.targets = tuple(target for _, target in parameters)
         self.kinds = tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
-        self.found: dict[Any, Any] = {}  # of `Recorded`
+        self.found: dict[Any, Any] = {}  # the cache of each `Recorded`
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class Recorded:
     leaves: tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each of them
     options: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[[], None] | None = None  # raises where a backward would compute something else
-    found: dict[Any, Any] = field(default_factory=dict)  # what follows from targets and leaves
+    found: dict[Any, Any] = field(default_factory=dict)  # cache: derived from targets and leaves
     counters: tuple[Any, ...] = field(init=False)  # of the plan's refills: they live as long
     refills: tuple[int, ...] = field(init=False)  # at the forward
 
@@ -93,7 +93,7 @@ class Recorded:
         )
 
     def states(self, read: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Return the `_state_of` tensors of the layer, by name, for `check_layer`.
+        """Return the `_state_of` each tensor that the backward reads, by name, for `check_layer`.
 
         Args:
             read: names of stacks and tables that the backward reads.
@@ -171,7 +171,7 @@ class Recorded:
         whole = all(part == 0 for _, _, part in map(self.targets.__getitem__, places))
         if slots is None or not whole or self.weights.num_slices > 1:
             return [self.part_of(out, at, slots) for at in places]
-        # One call for all adapters; they come by here at each layer.
+        # One `unbind` for all adapters: this runs in every layer.
         by_slot = dict(zip(slots, out.flatten(0, -3).unbind(), strict=True))
         parts = []
         for at in places:
@@ -208,7 +208,7 @@ class Recorded:
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return how often a tensor was changed, 0 where torch does not count, and its address."""
+    """Return a tensor's version counter, 0 in inference mode, and its address."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 

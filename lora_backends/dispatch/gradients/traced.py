@@ -3,8 +3,8 @@
 torch's library derives only operations that write to none of their arguments. So this one returns
 a new y, which the traced program copies into base_output; torch's compiler removes that copy. Both
 operations are given the layer's tensors besides its handle, so that a program which changes them
-in between is computed in order. What tracing has to know of the layer is passed, too: torch may
-trace handles as symbols, which stand for no object.
+in between is computed in order. Shape and dtype of the result are arguments, too: torch may
+trace handles as symbols, from which no layer can be looked up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attention of a base model, which continuous batching may have to exchange."""
+"""The attention of a base model, which continuous batching may have to replace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lora_backends.errors import UnsupportedInputError
 
 
 class Attention:
-    """Which attention a base model runs: its own, or one that reads the cache of managers alone.
+    """Switches a base model between its own attention and one that reads only paged caches.
 
     Args:
         base: the model.
@@ -25,7 +25,7 @@ class Attention:
         self._users = 0
         self._own = ""
         self.is_paged = False
-        """Whether calls outside of continuous batching would fail."""
+        """Whether the model runs a paged attention, so that other calls would fail."""
 
     @contextmanager
     def paged(self, name: str) -> Iterator[None]:
@@ -56,10 +56,10 @@ class Attention:
                     self.is_paged = False
 
     def check(self) -> None:
-        """Refuse a forward pass that is not one of continuous batching while that has the model.
+        """Refuse a forward pass outside of continuous batching.
 
         Raises:
-            UnsupportedInputError: the attention would look for the cache, or lack its mask.
+            UnsupportedInputError: the model runs a paged attention, which needs a manager's cache.
         """
         if self.is_paged:
             raise UnsupportedInputError(

@@ -52,12 +52,13 @@ class Prompts:
 
 
 class Watch(StoppingCriteria):  # type: ignore[misc]
-    """Tells of each token of a batch, and of each row when its answer ends; stops nothing.
+    """Reports each new token of a batch and the end of each row's answer; stops nothing.
 
     Args:
         prompts: of the batch.
         on_token: gets the number of new tokens per row.
-        on_answer: gets a row, once, and its new tokens. Rows that use all tokens are not told.
+        on_answer: gets a row and its new tokens when its answer ends; not called for a row that
+            reaches the maximal length.
     """
 
     def __init__(

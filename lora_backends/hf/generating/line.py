@@ -13,15 +13,15 @@ from lora_backends.errors import InvalidInputError
 T = TypeVar("T")
 
 PASS_S = 1.0
-"""Seconds for which requests of loaded adapters may pass the first in the line. They fill the
-batch; but without an end to it, an adapter that many ask for would keep its slot for ever."""
+"""Seconds during which requests of loaded adapters may pass the first one in the line. They fill
+the batch. Without a limit, a popular adapter would keep its slot for ever."""
 
 LOOK_S = 0.1
-"""Seconds between looks at what tells nobody when it changes: pins, other calls, a dead thread."""
+"""Seconds between polls for changes that notify nobody: pins, other calls, a dead thread."""
 
 
 class Line:
-    """Requests that wait for a slot, in the order in which they came."""
+    """Requests that wait for a slot, in order of arrival."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -33,17 +33,17 @@ class Line:
         return request_id in self._since
 
     def __len__(self) -> int:
-        """Return how many requests have found no slot so far."""
+        """Return how many requests have looked for a slot and found none."""
         return sum(since is not None for since in list(self._since.values()))
 
     def move(self) -> None:
-        """Let those that wait look again: a slot may have come free."""
+        """Let the waiting requests look again: a slot may be free."""
         with self._changed:
             self._changes += 1
             self._changed.notify_all()
 
     def cancel(self, request_id: str) -> bool:
-        """Take a request out, whose thread gets an error; False if it does not wait here."""
+        """Cancel a request, whose thread gets an error; return False if it does not wait here."""
         with self._changed:
             found = request_id in self._since
             if found:
@@ -66,11 +66,11 @@ class Line:
             names: of its adapters.
             slots: of the pool.
             attempt: takes the slots, or raises NoFreeSlotError.
-            may_free: whether a slot can come free: whether waiting makes sense.
+            may_free: returns whether a slot can still become free.
 
         Raises:
-            InvalidInputError: the request was cancelled meanwhile, or its id waits already; or,
-                as NoFreeSlotError, no slot will come free.
+            NoFreeSlotError: no slot can become free.
+            InvalidInputError: the request was cancelled while it waited, or its id waits already.
         """
         with self._changed:
             if request_id in self._since:

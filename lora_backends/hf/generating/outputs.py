@@ -1,4 +1,4 @@
-"""Outputs of requests: to the handler of their request, or into the queue of a manager."""
+"""Delivers each output to its request's handler, or into the manager's queue."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 
 
 class Outputs(OutputRouter):  # type: ignore[misc]  # has no types
-    """Transformers' router, with handlers that cannot take outputs from each other.
+    """Transformers' router, with a call of the event loop for each output.
 
-    Transformers runs all callbacks of a batch in one call of the last one's event loop: one that
-    raises, or whose loop has closed, ends the others or the manager.
+    Transformers runs all callbacks of a batch in one call of the last handler's event loop. There,
+    a callback that raises stops the others, and a closed loop stops the manager.
 
     Args:
-        ended: called with each last output, before it is delivered.
+        ended: called with the last output of each request, before its delivery.
     """
 
     def __init__(self, ended: Callable[[Any], None]) -> None:

@@ -18,8 +18,8 @@ from lora_backends.hf.wrapped import WrappedModel
 EAGER_ARGUMENTS = frozenset(
     """module query key value attention_mask scaling dropout sinks kwargs""".split()
 )
-"""Of an `eager_attention_forward` whose products the paged attention computes, too; it reads sinks
-from the module, and needs no dropout."""
+"""Arguments of an `eager_attention_forward` that the paged attention can replace. It reads sinks
+from the module and needs no dropout."""
 
 
 class PagedModel:
@@ -37,7 +37,7 @@ class PagedModel:
         self._wrapped, self._call, self._processors = wrapped, call, processors
         self._reads_cache = False  # until a pass has shown it
         self.paged_attention: str | None = None
-        """The attention that passes of a manager need, where other calls cannot run with it."""
+        """The attention that the manager's passes need, if other calls cannot run with it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped.base, name)

@@ -68,7 +68,7 @@ class TrainedAdapter:
         self.joined: dict[str, tuple[SlotParameter, ...]] = {}
         """By path, for the stack that the module shares with its siblings."""
         self.of_batches: dict[Any, tuple[list[TrainedAdapter], SlotParameters]] = {}
-        """By stack, the adapters of a batch that this one is the first of, and their parameters."""
+        """By stack: the adapters of a batch that this one is the first of, and their parameters."""
         self._places: list[_Place] = []
         for path, spec in pool.modules.items():
             delta = checkpoint.modules.get(path)
@@ -113,7 +113,7 @@ class TrainedAdapter:
         self._flushed = versions
 
     def expect_step(self) -> None:
-        """Let the next `flush` copy all masters: a step through `.data` leaves no version."""
+        """Let the next `flush` copy all masters: a step through `.data` changes no version."""
         self._flushed = [-1] * len(self._masters)
 
     @property

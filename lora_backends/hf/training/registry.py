@@ -179,7 +179,7 @@ class Training:
             del self.adapters[name]
             adapter.leave_slot()  # before another adapter may take the slot
             for other in self.adapters.values():
-                other.of_batches.clear()  # they hold parameters
+                other.of_batches.clear()  # they hold this adapter's parameters
             self._note_empty()
 
     def close(self) -> None:

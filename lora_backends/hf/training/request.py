@@ -201,7 +201,7 @@ class TrainingCall(Request):
                 )
 
     def _parameters(self, paths: Sequence[str], joined: bool) -> SlotParameters:
-        """Return those of the batch's adapters for one stack, kept for the next such batch."""
+        """Return the parameters of the batch's adapters for one stack, kept for the next batch."""
         if not self._trained:
             return SlotParameters(())
         kept, key = self._trained[0].of_batches, (tuple(paths), joined)

@@ -117,8 +117,8 @@ def trial(
     """Return a function that runs both products on zeros, of the tokens that it is given.
 
     Args:
-        plans: whose batch has as many tokens.
-        sites: of a mixture, the second product's behind the first one's.
+        plans: their batch must have as many tokens.
+        sites: of a layer of experts, first product, then second.
         top_k: experts of a token.
         dtype: of the model; None: that of the sites.
     """

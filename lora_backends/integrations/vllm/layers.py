@@ -39,7 +39,7 @@ class AdoptedLayer:
     def set_ranks(self, slot: int, ranks: Sequence[int]) -> None:
         """Write the true ranks of a slot in place, where captured graphs read them.
 
-        Scales and biases of the slot are taken back.
+        Scales and biases of the slot are reset.
         """
         self.ranked.discard(slot)
         if self.b is not None and self.b.bias is not None and self.b.output_scales is not None:
@@ -146,10 +146,10 @@ def follow(module: Any, set_ranks: Callable[[int, Any], None]) -> None:
 
 
 def check_factors(module: Any) -> AdoptedLayer:
-    """Return the layer of a LoRA module of vLLM, which has room for output scales and a bias.
+    """Return the layer of a LoRA module of vLLM that has room for output scales and a bias.
 
     Raises:
-        UnsupportedInputError: it has none.
+        UnsupportedInputError: it has no room for them.
     """
     layer: AdoptedLayer = module.lora_backends_layers[0]
     backend = layer.wrapper.tokens.backend
@@ -172,7 +172,7 @@ def set_factors(module: Any, slot: int, piece: int | None, factors: Any) -> None
     Args:
         module: vLLM's LoRA layer.
         slot: that holds the adapter's matrices.
-        piece: which of the layer's packed modules has them; None: the layer is the module.
+        piece: index of the packed module in the layer; None: the layer is the module.
         factors: `scales` and `bias`, [out_features] of the whole module each, or None.
 
     Raises:
@@ -189,13 +189,13 @@ def set_factors(module: Any, slot: int, piece: int | None, factors: Any) -> None
         if values is None or table is None:
             continue
         if table is layer.b.bias and row and module.tp_rank > 0 and not _cuts_rows(module):
-            continue  # the sum over processes has it once
+            continue  # one process adds the bias, so the sum over processes has it once
         mine, first = _share(module, values[:, None], piece, layer.b.output_slices)
         table[slot, first : first + mine.shape[0]].copy_(mine[:, 0])
 
 
 def _cuts_rows(module: Any) -> bool:
-    """Return whether each process adds LoRA to columns of its own."""
+    """Return whether each process adds LoRA only to its own columns."""
     return type(module).__name__ == "RowParallelLinearWithShardedLoRA"
 
 

@@ -117,7 +117,7 @@ def trial(
 
     Args:
         layer: to run.
-        plans: whose batch has as many rows.
+        plans: their batch must have as many rows.
         operation: `LINEAR`, `LOGITS`, `SHRINK` or `EXPAND`.
         dtype: of the model; None: that of the layer.
     """
@@ -157,7 +157,7 @@ def embed_by_token(module: Any) -> None:
     """Let an embedding add its LoRA token by token; it costs nothing where no row has an adapter.
 
     vLLM gathers A for every batch, and takes the first axis of token ids for the tokens:
-    Transformers' models pass [1, tokens], so that all would take A of the first one's adapter.
+    Models of Transformers pass ids [1, tokens]; vLLM would use the first token's adapter for all.
     """
     stack = module.lora_b_stacked
 

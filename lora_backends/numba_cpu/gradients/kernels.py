@@ -1,6 +1,6 @@
-"""The kernels of the backward: which products a thread computes, over the segments of a plan.
+"""The kernels of the backward: each thread computes its share of the products over all segments.
 
-A thread owns rows of dh, and columns of dx, dA and rows of dB, so threads share nothing.
+A thread owns rows of dh and dB, and columns of dx and dA, so no two threads write the same element.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from lora_backends.numba_cpu.machine.vectors import LANES
 class BackwardCall(NamedTuple):
     """The arguments of a kernel; strides are in bytes.
 
-    `rows` is g for `b_entry` and x for `a_entry`, `other` h and none.
+    `rows` is dL/dy for `b_entry`, and x for `a_entry`. Only `b_entry` reads h.
     """
 
     thread_num: int  # addresses of OpenMP's functions
     num_threads: int
-    threads: int  # 1: OpenMP is not asked
+    threads: int  # 1: no call of OpenMP
     layer: int  # address of the fields of a `LayerPointers`
     num_segments: int
     segments: int
     order: int  # address of the row of each position
     places: int  # address of the place of each slot in `out`, int64; negative: not wanted
     scales: int  # address of the scale of each row
-    scales_row: int  # 0: all rows have the same, 1
+    scales_row: int  # stride; 0: every row reads the same scale, 1
     one: int  # address of 1.0
     with_weights: int  # addresses of routines
     over_rows: int
@@ -71,7 +71,7 @@ def part_of(args):
 
 @function
 def range_of(part, parts, count, block):
-    """Return this part's share of `count` items, from and to: whole blocks."""
+    """Return the start and the end of this part's share of `count` items, in whole blocks."""
     blocks = (count + block - 1) // block
     first, last = blocks * part // parts, blocks * (part + 1) // parts
     return first * block, min(last * block, count)

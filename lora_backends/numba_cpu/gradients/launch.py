@@ -138,7 +138,7 @@ def _place(out: torch.Tensor, of_slice: int) -> tuple[int, int, int]:
 def _out(
     out: torch.Tensor, plan: NumbaPlan, weights: LoRAWeights, slots: Sequence[int] | None
 ) -> torch.Tensor:
-    """Return memory for float32 sums, zero where the kernel does not write."""
+    """Return memory for float32 sums, zero wherever the kernel does not write."""
     if out.dtype is not F32 or out.stride(-1) != 1:
         return torch.zeros(out.shape, dtype=F32, device=out.device)
     wanted = range(weights.num_slots) if slots is None else slots
@@ -175,7 +175,7 @@ def _launch(
 
 
 def runs(*tensors: torch.Tensor | None) -> bool:
-    """Return whether kernels take these tensors: others are summed by torch."""
+    """Return whether the kernels take these tensors; torch computes with all others."""
     return not config.DISABLE_JIT and all(
         tensor is None or tensor.dtype in (F32, torch.bfloat16, torch.float16) for tensor in tensors
     )

@@ -1,9 +1,9 @@
-"""Routines of the backward: the products of a segment's rows, with weights and with each other.
+"""Routines of the backward: products of a segment's rows with weights, and sums over these rows.
 
-Each sum has one order, whatever the other segments and the threads: along the inputs or outputs, or
-along the rows of a segment, whose sums are added segment after segment. Elements of one operand are
-spread over the lanes, so that the other's rows are read as they lie and nothing is transposed. The
-last row fills up its group of rows; it is computed, and stored, more than once.
+The order of a sum depends on neither the other segments nor the threads: it goes along the inputs
+or outputs, or along the rows of a segment and then from segment to segment. Elements of one operand
+are broadcast to all lanes and multiply rows of the other, so nothing is transposed. Rows are
+computed in groups; the last row fills up the last group, and is computed and stored more than once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lora_backends.numba_cpu.machine.compiling import compiled
 from lora_backends.numba_cpu.machine.records import fields
 
 LANES = v.LANES
-ROWS = len(EIGHT)  # at a time: with two vectors of columns 16 sums
+ROWS = len(EIGHT)  # at a time; with two vectors of columns, 16 vectors of sums
 
 
 class WithWeights(NamedTuple):
@@ -42,21 +42,21 @@ class OverRows(NamedTuple):
 
     a: RowPointers
     first: int  # columns of a and rows of c from here
-    last: int  # to here, not included
+    last: int  # up to here, exclusive
     b: RowPointers
     width: int  # columns of b and c
     c: int  # float32
     c_row: int
-    begun: int  # whether to add to c, which has the sums of earlier segments
+    begun: int  # whether c has sums of earlier segments, to be added to
     scaling: int
     scales: RowPointers
-    scaled: int  # whether scales are not 1
+    scaled: int  # whether some scale is not 1
     start: int
     stop: int
 
 
 def with_weights(kind_a: Any, kind_b: Any) -> Any:
-    """Compile the products of rows with weights: dh from dL/dy, dx from dh."""
+    """Compile products of rows with weights: dh from dL/dy and B, dx from dh and A."""
 
     def run(address):
         of = fields(WithWeights, address)

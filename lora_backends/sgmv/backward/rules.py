@@ -76,8 +76,8 @@ def dh_tiles(
         gpu: figures of the device.
     """
     block_r = min(256, padded_rank(layer.max_rank))
-    # where values are widened, one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose
-    # left operand is in registers; and shorter steps: longer ones spill registers
+    # where values are widened: one stage, because ptxas before 13.3 miscompiles a pipelined wgmma
+    # whose left operand is in registers; and shorter steps, because longer ones spill registers
     block_c, stages = (128, 3) if not casts else (64 if block_r > 64 else 128, 1)
     least = 2 if stages > 1 else 1
 
@@ -120,7 +120,7 @@ def outer_tiles(
         gpu: figures of the device.
     """
     wide = layer.item_bytes > 2
-    # more ranks would leave one program a multiprocessor, which waits for its loads
+    # with more ranks only one program fits a multiprocessor, which then waits for its loads
     block_n = max(MIN_DOT, min(64, power_of_two(stacked)))
     block_c = 64 if wide else 128
     h_left = block_n < 64 and (casts or wide)

@@ -1,5 +1,5 @@
 """A simulation from one seed: threads, files, failures and interrupts of pool, store and requests.
 
-As FoundationDB's simulation and TigerBeetle's VOPR do, it runs the real code, draws everything that
-may happen in another order from one seed, and repeats a failure from that seed.
+As FoundationDB's simulation and TigerBeetle's VOPR do, it runs the real code, draws every order of
+events from one seed, and repeats a failure from that seed.
 """

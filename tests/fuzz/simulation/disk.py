@@ -28,10 +28,10 @@ class Disk:
 
     def __init__(self, simulation: Simulation, root: Path) -> None:
         self._sim, self.root = simulation, root
-        self._stats: dict[str, tuple[int, int]] = {}  # path to its time in ns and inode number
+        self._stats: dict[str, tuple[int, int]] = {}  # path to its time in ns and its inode
         self._next: dict[str, int] = {}  # name to its newest version
         self.versions: dict[str, int | None] = {}  # name to the version of its files, if whole
-        self.newest: dict[str, int] = {}  # name to the version that was written last, or half
+        self.newest: dict[str, int] = {}  # name to the version written last, even in part
         self.is_faulty = True
         self.on_write = lambda name, version: None
 
@@ -44,7 +44,7 @@ class Disk:
         return self.root / name
 
     def save(self, name: str, version: int, how: str) -> None:
-        """Write a version of an adapter: moved in as a whole, or file by file, or cut off."""
+        """Write a version of an adapter: all files at once, file by file, or with one cut off."""
         folder = self.folder(name)
         folder.mkdir(exist_ok=True)
         self._begin_write(name, version)
@@ -109,7 +109,7 @@ class Disk:
         return content
 
     def opener(self) -> Any:
-        """Return what stands for `open` where a descriptor is read."""
+        """Return the replacement of `open` for descriptors."""
 
         @contextlib.contextmanager
         def opened(descriptor: int, mode: str) -> Iterator[Any]:
@@ -126,7 +126,7 @@ class Disk:
 
     def _put(self, path: Path, content: bytes, new: bool = False) -> None:
         inode = self._stats.get(str(path), (0, 0))[1]
-        if new:  # a file system gives the number of a deleted file to the next one
+        if new:  # file systems reuse the inode of a deleted file
             temporary = path.with_suffix(".new")
             temporary.write_bytes(content)
             temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Bugs planted into pool and store, each of which some runs have to find."""
+"""Bugs planted into pool and store; a few runs must find each of them."""
 
 import contextlib
 import inspect
@@ -16,7 +16,7 @@ from .runs import replaced
 
 
 class Mutant(NamedTuple):
-    """A method with another text."""
+    """A change of the source of a method."""
 
     owner: Any  # its class, or its module
     name: str
@@ -128,7 +128,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
     original = inspect.unwrap(vars(mutant.owner)[mutant.name])
     text = textwrap.dedent(inspect.getsource(original))
     assert text.count(textwrap.dedent(mutant.old)) == 1, f"{mutant.name} has not {mutant.old!r}"
-    # Under its own file's name: the simulation preempts the lines of some files.
+    # Compiled under its own file's name, because the simulation preempts lines of named files.
     code = compile(text.replace(mutant.old, mutant.new), original.__code__.co_filename, "exec")
     made: dict[str, Any] = {}
     exec(code, original.__globals__, made)

@@ -42,16 +42,16 @@ def checkpoints() -> dict[tuple[str, int], Checkpoint]:
 
 @dataclass(eq=False)
 class Change:
-    """An operation that gives a name another adapter, and runs."""
+    """A running operation that gives a name another adapter."""
 
     name: str
-    versions: set[int]  # one of them
-    from_files: bool  # it reads what is in the files meanwhile
-    begun: int  # when
+    versions: set[int]  # it gives one of them
+    from_files: bool  # whether it reads the files, which may change meanwhile
+    begun: int  # time of its start
 
 
 class Expected:
-    """The versions of each adapter that a row may get, by the operations so far.
+    """The versions of each adapter that a row may get after the operations so far.
 
     An operation that has succeeded rules out the versions that were offered before it began,
     except those of operations that run at the same time.
@@ -64,21 +64,21 @@ class Expected:
         self._count = 0
 
     def offer(self, name: str, version: int) -> None:
-        """Allow a version from now on, also in calls that have begun."""
+        """Allow a version from now on, also in running calls."""
         self._count += 1
         self._offered[name][version] = self._count
         for allowed in self._calls:
             allowed[name].add(version)
 
     def write(self, name: str, version: int) -> None:
-        """Note a version that files of a name have from now on, in part."""
+        """Record that some files of a name have a version from now on."""
         self.offer(name, version)
         for change in self._changes:
             if change.name == name and change.from_files:
                 change.versions.add(version)
 
     def open(self) -> dict[str, set[int]]:
-        """Return the versions that a call which begins may get, kept up to date until `close`."""
+        """Return the versions that a new call may get, kept up to date until `close`."""
         allowed = {name: set(versions) for name, versions in self._offered.items()}
         self._calls.append(allowed)
         return allowed
@@ -95,7 +95,7 @@ class Expected:
         return change
 
     def end(self, change: Change, outcome: str) -> None:
-        """Note how a change has ended."""
+        """Record how a change has ended."""
         self._changes.remove(change)
         name = change.name
         if outcome == "done":
@@ -111,7 +111,7 @@ class Expected:
 
 
 class PoolWorld:
-    """The threads of one run, and what has to hold.
+    """The threads of one run, and the invariants.
 
     Args:
         simulation: that runs.
@@ -121,7 +121,7 @@ class PoolWorld:
     def __init__(self, simulation: Simulation, root: Path) -> None:
         self._sim, self._draw = simulation, simulation.draw
         self.disk = Disk(simulation, root)
-        self._pins: Counter[str] = Counter()  # at least, by operations that have ended
+        self._pins: Counter[str] = Counter()  # lower bounds, from operations that have ended
         self._unsure: set[str] = set()  # names whose pins an interrupt or a failure left open
         self._updated: list[str] = []  # names of updates that run
         self._expected = Expected()
@@ -129,7 +129,7 @@ class PoolWorld:
         self._is_faulty = True
 
     def run(self) -> None:
-        """Make a pool, use it from several threads, and look at what is left."""
+        """Make a pool, use it from several threads, and check what is left."""
         sim, draw = self._sim, self._draw
         for name in NAMES[:4]:  # the last comes from memory, if at all
             self.disk.save(name, self.disk.new_version(name), "moved")
@@ -177,7 +177,7 @@ class PoolWorld:
         finally:
             if interrupt_after is not None:
                 self._sim.interrupt_no_more()
-                gc.collect()  # an interrupted block is left when its frame is
+                gc.collect()  # an interrupted block exits when its frame is freed
 
     def _any_operation(self) -> Callable[[], None]:
         draw, names = self._draw, self._draw.sample(NAMES, self._draw.choice((1, 1, 2)))
@@ -294,7 +294,7 @@ class PoolWorld:
             if self._draw.random() < 0.3:
                 self._attempt(lambda: self._pin(name))
             self._attempt(self._any_operation())
-        except Interrupt:  # while the next operation was drawn: nobody takes the pin back
+        except Interrupt:  # the pin stays
             self._unsure.add(name)
             raise
         finally:
@@ -322,10 +322,10 @@ class PoolWorld:
             self._sim.fail("a name in memory is not listed")
         self._model.adapters_report()
 
-    # What has to hold
+    # Invariants
 
     def _check_slots(self) -> None:
-        """Check slots, holds, pins and memory, where no thread is changing them."""
+        """Check slots, holds, pins and memory, unless a thread is changing them."""
         table, store = self.pool.slots, self.store
         if store is not None and not store._lock.locked():
             kept = sum(cached.bytes for cached in store._cached.values())
@@ -351,11 +351,11 @@ class PoolWorld:
                 self._sim.fail(f"{name} has {table._pins[name]} pins, of {pins}")
 
     def _finish(self, closes: bool) -> None:
-        """Look at what is left when nothing runs, and at what can still be served."""
+        """Check what is left when nothing runs, and that adapters can still be served."""
         sim, table = self._sim, self.pool.slots
         self.disk.is_faulty = self._is_faulty = False
         if not closes:
-            for name in list(self.store._ahead):  # the error of a prefetch is told once
+            for name in list(self.store._ahead):  # the error of a prefetch is raised once
                 self._attempt(lambda name=name: self._call([name]))
         if table._holds:
             sim.fail(f"held at the end: {table._holds}")
@@ -371,7 +371,7 @@ class PoolWorld:
                     try:
                         self._call([name])
                     except LoRABackendError as error:
-                        # An adapter from memory is lost where that is too small.
+                        # An adapter from memory is lost if memory is too small.
                         if name not in self.store._only_in_memory:
                             sim.fail(f"{name} cannot be used any more: {error}")
                         self._load(name)

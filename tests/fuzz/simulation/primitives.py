@@ -1,7 +1,7 @@
-"""Locks, conditions, events, threads, queues and executors of the simulation that runs.
+"""Locks, conditions, events, threads, queues and executors of the running simulation.
 
-They keep the promises of the standard library's. Queues and executors are the standard library's
-own code on simulated locks.
+They behave as the standard library's. Queues and executors are the standard library's own code on
+simulated locks.
 """
 
 import concurrent.futures
@@ -21,7 +21,7 @@ class _Now:
 
 
 def simulation() -> Simulation:
-    """Return the simulation that runs."""
+    """Return the running simulation."""
     assert _Now.simulation is not None
     return _Now.simulation
 
@@ -188,7 +188,7 @@ class Semaphore:
 
 
 class SimpleQueue:
-    """As `queue.SimpleQueue`, whose code is C: no signal comes in it."""
+    """As `queue.SimpleQueue`, which is written in C: no signal interrupts it."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()

@@ -28,7 +28,7 @@ PREEMPTED = tuple(f"adapters/pool/{name}.py" for name in ("pool", "slots", "stor
 
 
 class Found(NamedTuple):
-    """What one run has shown."""
+    """The results of one run."""
 
     failure: str | None  # with the last turns
     digest: int  # of all turns
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 
 def run(number: int, seed: int = 0) -> Found:
-    """Run the simulation of a number."""
+    """Run the simulation with a number as its seed."""
     checkpoints()
     sim = Simulation(seed * 1_000_003 + number, PREEMPTED)
     collects = gc.isenabled()
@@ -79,7 +79,7 @@ def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def seams(world: PoolWorld) -> contextlib.AbstractContextManager[None]:
-    """Put the simulation in the place of threads, time and files."""
+    """Replace threads, time and files by the simulation's."""
     disk = world.disk
     return replaced(
         (sys, "unraisablehook", lambda _: None),  # an interrupt in a destructor

@@ -1,6 +1,6 @@
-"""Threads that run one at a time, in an order drawn from a seed, in a time of their own.
+"""Threads that run one at a time, in an order drawn from a seed, on a simulated clock.
 
-Each simulated thread is a real one that waits until it is its turn. Turns end where the code locks,
+Each simulated thread is a real one that waits for its turn. A turn may end where the code locks,
 waits, starts a thread or reads a file, and between any two lines of the files in `preempted`. The
 clock moves a little with each turn, and jumps to the next deadline when all threads wait.
 """
@@ -25,7 +25,7 @@ REAL_SECONDS = 60
 
 
 OWN_FILES = __file__.rpartition("/")[0]
-"""No signal comes in these files: they stand for code in C, and for the caller's own."""
+"""Files in which no signal arrives: they stand for code in C, and for the caller's code."""
 
 
 PACKAGE = lora_backends.__file__.rpartition("/")[0]
@@ -45,9 +45,9 @@ class Task:
 
     def __init__(self, name: str, number: int, weight: float) -> None:
         self.name, self.number, self.weight = name, number, weight
-        self.turn = threading.Lock()  # held while it is another's
+        self.turn = threading.Lock()  # held while another thread has the turn
         self.turn.acquire()
-        self.ready: Callable[[], bool] | None = None  # None: it needs nothing
+        self.ready: Callable[[], bool] | None = None  # None: it waits for nothing
         self.deadline: float | None = None  # of its waiting
         self.came_late = False
         self.done = False
@@ -59,7 +59,7 @@ class Simulation:
     Args:
         seed: of all draws.
         preempted: ends of the paths of files whose lines may end a turn.
-        most_turns: a run with more has a thread that never ends.
+        most_turns: limit of a run; above it, a thread is taken to be stuck.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Simulation:
         self.now, self.turns, self._most_turns = 1e6, 0, most_turns
         self.tasks: list[Task] = []
         self.failure: str | None = None
-        self.check: Callable[[], None] | None = None  # of invariants, after each turn
-        self.digest = 0  # of all turns: two runs of a seed have the same
+        self.check: Callable[[], None] | None = None  # checks invariants after each turn
+        self.digest = 0  # of all turns: equal for two runs of a seed
         self.seen: set[str] = set()  # events that the run has met, for the counts of a long run
         self.steps: list[str] = []  # what the threads were asked to do
         self._recent: deque[str] = deque(maxlen=40)
@@ -105,7 +105,7 @@ class Simulation:
     def pause(
         self, what: str, ready: Callable[[], bool] | None = None, timeout: float | None = None
     ) -> bool:
-        """Let other threads run, until `ready()` holds; return False where the time is over first.
+        """Let other threads run until `ready()` holds; return False if the time is over first.
 
         Raises:
             Interrupt: an interrupt was due while the main thread waited.
@@ -131,26 +131,26 @@ class Simulation:
         raise SimulationEnd
 
     def interrupt_after(self, points: int) -> None:
-        """Interrupt the main thread, which calls this, after some of the points where signals come.
+        """Interrupt the main thread, which must be the caller, after `points` checks for signals.
 
-        CPython looks for signals when a function begins, when a call has returned, and while a lock
-        is waited for; so does this.
+        As CPython, the simulation checks when a function begins, when a call has returned, and
+        while a thread waits for a lock.
         """
         self._interrupt_in = points
         sys.setprofile(self._profile)
 
     def interrupt_no_more(self) -> None:
-        """Take back `interrupt_after`."""
+        """Cancel `interrupt_after`."""
         sys.setprofile(None)
         self._interrupt_in = None
 
     def tell(self, step: str) -> None:
-        """Note what a thread begins or has ended, for people."""
+        """Record a step of a thread, for the report of a failure."""
         self.steps.append(self._line(step))
 
     @property
     def trace(self) -> str:
-        """The steps and the last turns, for people."""
+        """The steps and the last turns, for the report of a failure."""
         return "\n".join(["steps:", *self.steps[-80:], "last turns:", *self._recent])
 
     def _line(self, what: str) -> str:
@@ -222,7 +222,7 @@ class Simulation:
         ready = [each for each in waiting if each.ready is None or each.ready()]
         timed = [each for each in waiting if each.deadline is not None and each not in ready]
         late = [each for each in timed if each.deadline <= self.now]
-        # A timeout may come before what is waited for: the thread that brings it is slow.
+        # A timeout may end a wait first, as if the thread that is waited for were slow.
         if timed and not late and (not ready or self.draw.random() < 0.003):
             first = min(timed, key=lambda each: each.deadline)
             self.now, late = max(self.now, first.deadline), [first]
