@@ -88,7 +88,7 @@ class Worker:
 
 
 def work(rank: int, size: int, options: Options, folder: str) -> None:
-    """Be one of the processes; the first writes what it measured of each kind of base."""
+    """Run one of the processes; the first writes the results of each kind of base."""
     device = device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -107,7 +107,7 @@ def work(rank: int, size: int, options: Options, folder: str) -> None:
 
 
 def measured(worker: Worker, samples: int) -> dict[str, Any]:
-    """Return the milliseconds of a worker's steps, and its most memory on a GPU."""
+    """Return the milliseconds of a worker's steps, and its peak memory on a GPU."""
     on_gpu = worker.device.type == "cuda"
     for _ in range(2):
         worker.step()

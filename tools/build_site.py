@@ -1,9 +1,9 @@
-"""Build the site; a warning, as about a link that leads nowhere, is an error.
+"""Build the site; a warning, such as one about a broken link, is an error.
 
     python tools/build_site.py [mkdocs.yml] [--output site]
 
-The site is built from a copy of the pages, into which long references are written that would fill
-the pages themselves: every option of every command, every property of the conformance suite.
+The site is built from a copy of the pages with long references added: every option of every
+command, and every property of the conformance suite.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A generated part lies between two comments; the tests compare it with the output
 
     python tools/pages.py
 
-Long references are written into the site alone, where a page has
+Long references are only on the site, where a page has
 
     <!-- on the site: command-line -->
 """

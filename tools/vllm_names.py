@@ -3,7 +3,7 @@
     python tools/vllm_names.py FOLDER
 
 FOLDER holds the package vllm: unpacked sources, or an environment's site-packages. Nothing of it is
-imported. Names that are not there are printed, and make the exit status 1.
+imported. Missing names are printed, and the exit status is then 1.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class NumbaPlan(CachingPlan):
         self._places: tuple[Sequence[int] | None, Ints] | None = None
 
     def places_of(self, slots: Sequence[int] | None) -> Ints:
-        """Return the place of each slot in `slots`, negative where it has none; None: all slots."""
+        """Return each slot's index in `slots`, or -1; with None, the slot itself."""
         wanted = None if slots is None else tuple(slots)
         found = self._places  # once: another thread may ask for other slots meanwhile
         if found is None or found[0] != wanted:

@@ -1,4 +1,4 @@
-"""What pyproject.toml promises: the oldest versions, and an index page whose links work."""
+"""Promises of pyproject.toml: the oldest versions, and an index page whose links work."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""Waking up inside the real SGLang."""
+"""The plug-in registers itself inside the real SGLang."""
 
 import logging
 

@@ -142,7 +142,7 @@ def test_a_layer_of_experts_is_routed_once(wrapper, x, monkeypatch):
 
 
 class Operations(TorchDispatchMode):
-    """Notes every operation of torch that does more than look at a tensor."""
+    """Records every operation of torch except views."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What becomes of an adapter's tensors before they reach a slot, without an engine."""
+"""Loading of an adapter's tensors up to the slot, without an engine."""
 
 import json
 from types import SimpleNamespace

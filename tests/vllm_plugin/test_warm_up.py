@@ -1,4 +1,4 @@
-"""Kernels compile before the engine serves, for every batch that it can ask for."""
+"""Kernels compile before the engine serves, for every batch that it may run."""
 
 import random
 from types import SimpleNamespace

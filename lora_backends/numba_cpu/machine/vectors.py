@@ -412,7 +412,7 @@ def rows(builder: Any, base: Any, t: Any, like: Any) -> Any:
 
 @operation(plain.rows_until, lambda base, t, last, like: types.UniTuple(types.int64, like.count))
 def rows_until(builder: Any, base: Any, t: Any, last: Any, like: Any) -> Any:
-    """rows_until(base, t, last, like): as `rows`; positions after `last` stand for it."""
+    """rows_until(base, t, last, like): as `rows`, but positions after `last` become `last`."""
     start, step, order = base
     items = []
     for position in _until(builder, t, last, like):
@@ -426,7 +426,7 @@ def rows_until(builder: Any, base: Any, t: Any, last: Any, like: Any) -> Any:
 def steps_until(builder: Any, start: Any, step: Any, first: Any, last: Any, like: Any) -> Any:
     """steps_until(address, stride, i, last, like): the addresses of items i, i + 1, ...
 
-    As many as `like` has items; items after `last` stand for it.
+    As many as `like` has items; items after `last` become `last`.
     """
     places = _until(builder, first, last, like)
     items = [builder.add(start, builder.mul(place, step)) for place in places]
@@ -449,7 +449,7 @@ def load_first(builder: Any, kind: Any, address: Any, count: Any) -> Any:
 def add_outer(builder: Any, kind: Any, sums: Any, addresses: Any, k: Any, vectors: Any) -> Any:
     """add_outer(kind, sums, addresses, k, vectors): ``sums[t, i] + a[t, k] * vectors[i]``.
 
-    The addresses are of rows of a.
+    `addresses` holds the address of each row of a.
     """
     offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
     for t, address in enumerate(addresses):
@@ -468,7 +468,7 @@ def update_first(
 ) -> Any:
     """update_first(addresses, k, n, sums, factors, begun): n float32 of every row from k on.
 
-    Row t becomes ``sums[t] * factors[t]``, added to the row where `begun` is not 0. Equal addresses
+    Row t becomes ``sums[t] * factors[t]``, plus its old value if `begun` is not 0. Equal addresses
     must have equal sums.
     """
     width, masks = len(sums) // len(rows), []

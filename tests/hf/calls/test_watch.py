@@ -1,4 +1,4 @@
-"""A batch that is watched: each row is told of when its answer ends."""
+"""Watch reports each row of a batch when its answer ends."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The parameters that a batch keeps between steps follow what happens to the adapters."""
+"""The parameters that a batch keeps between steps follow changes of its adapters."""
 
 import peft
 import torch
