@@ -28,7 +28,7 @@ def properties() -> str:
 
 
 def property_groups() -> str:
-    """Return how many properties each module of the suite has, and what they are about."""
+    """Return the subject and the number of properties of each module of the suite."""
     groups: dict[str, int] = {}
     for found in suite.properties().values():
         about = (inspect.getdoc(inspect.getmodule(found.check)) or "").partition("\n")[0]

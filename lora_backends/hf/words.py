@@ -85,7 +85,7 @@ class ModelWords:
         elif isinstance(device, torch.Tensor):
             device, dtype = device.device, device.dtype
         if device is not None:
-            as_device(device)  # raises if it is no device
+            as_device(device)  # raises if it is not a device
             wanted = torch.device(device)
             if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
                 _refuse_to("move", f"on {self.device}, and cannot be moved to {wanted}")

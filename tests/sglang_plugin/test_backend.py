@@ -196,7 +196,7 @@ def test_rows_of_a_graph_may_be_padded_and_follow_each_batch(backend):
 
 
 class Recorder:
-    """A backend for a GPU that records what runs and what its plans are filled with."""
+    """A backend for a GPU that records its calls and the batches of its plans."""
 
     name, cuda_graphs, device = "recorder", True, torch.device("cuda")
 

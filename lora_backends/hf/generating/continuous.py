@@ -156,7 +156,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         try:
             super()._run_generation_loop(*args, **options)
         finally:
-            # Here, and not in `stop`: also where the thread has ended by an error.
+            # Not in `stop`, because an error may have ended the thread.
             self._attention.close()
 
     @contextmanager

@@ -55,7 +55,7 @@ class Deferred(NamedTuple):
     a: torch.Tensor  # [slots, max_rank, in_features]
 
 
-class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is no dependency
+class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is not a dependency
     """Takes each batch of SGLang, and runs its LoRA layers.
 
     Args:

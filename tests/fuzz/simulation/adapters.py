@@ -1,4 +1,4 @@
-"""Small adapters in several versions, and what a slot has to hold of each."""
+"""Small adapters in several versions, and the contents that a slot must have for each."""
 
 import json
 import random

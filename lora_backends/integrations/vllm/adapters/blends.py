@@ -211,7 +211,7 @@ def register_resolver() -> None:
     if name in LoRAResolverRegistry.get_supported_resolvers():
         return
 
-    class BlendResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is no dependency
+    class BlendResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is not a dependency
         """Turns a blend's name into a `LoRARequest`; the workers look up its parts."""
 
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
