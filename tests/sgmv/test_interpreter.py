@@ -28,8 +28,9 @@ for engine, options, effort, left_out in {RUNS}:
 """
 REPEATED = "csgmv-64 or csgmv-auto or through_tma or of_a_table or 8_bit or backward"
 SELECTED = f"triton or csgmv and not ({REPEATED})"
-"""The engines share their arithmetic: what csgmv repeats is how a row of tokens is found. That its
-gradients have the bits of triton's is a test of all engines together."""
+"""Runs of csgmv that are left out. The engines share their arithmetic and differ in how they find a
+row's tokens, which the other runs of csgmv test. A test of all engines together compares the bits
+of gradients of csgmv with those of triton."""
 
 
 def test_the_launch_tests_pass_in_the_interpreter():

@@ -10,8 +10,6 @@ the address of a server that was started with VLLM_SERVER_DEV_MODE=1. Call them 
 runs the engine. Besides the errors below, every function but `request` raises:
 
 - InvalidInputError: `engine` is none of these;
-- UnsupportedInputError: the engine cannot run live adapters, for example without `enable_lora` or
-  with `data_parallel_size` above 1;
 - BackendUnavailableError: the engine runs without the plug-in, or the server does not answer.
 """
 
@@ -56,7 +54,9 @@ def update(
     Raises:
         InvalidInputError: tensors are missing, not finite or of wrong shapes, the rank is above
             `max_lora_rank`, or a version has the number.
-        UnsupportedInputError: the engine cannot run the adapter, or it has more than 4 GiB.
+        UnsupportedInputError: the engine cannot run this adapter, which may also be too large
+            (about 4 GiB), or any live adapter, as without `enable_lora` or with
+            `data_parallel_size` above 1.
     """
     text, data = config_text(config), packed(tensors)
     return ask(engine, lambda answer: None, "update", name, version, keep, text, data)
