@@ -11,7 +11,7 @@ pytest.importorskip("peft", reason="the world's model has PEFT's adapters")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-RUNS = 8
+RUNS = 5
 PLANTED = (
     "a hold is not released",
     "a slot is settled without the lock's condition",
