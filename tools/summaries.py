@@ -203,7 +203,7 @@ def prefetch() -> str:
 
 
 def training() -> str:
-    """Return the time of training steps over the frozen base's, and of two GPUs over one."""
+    """Return the time of training steps over the frozen base's, of two GPUs, and on a CPU."""
     names = {"in_model": "a model", "ours": "`run_linear`", "loop": "PEFT's loop"}
     rows = []
     for cell, found in figures.result(TRAINING)["summary"].items():
@@ -214,9 +214,13 @@ def training() -> str:
     scale = figures.result("training_scale_h100")["summary"]
     found = scale["2 processes, whole base"], scale["2 processes, sharded base"]
     text = "Tokens a second of two H100 over one: {:.2f} times with DDP, {:.2f} with `fully_shard`."
-    return "\n\n".join(
-        [table(["", *(f">{name}" for name in names.values())], rows), text.format(*found)]
-    )
+    cpu = figures.result("training_model_cpu")
+    on_cpu = (
+        "SmolLM2 in float32 on an {}, 8 adapters: `numba_cpu` takes {:.2f} times the frozen "
+        "base's step; PEFT, one adapter after another, {:.2f} times as long as `numba_cpu`."
+    ).format(cpu["device"], cpu["summary"]["ours"], cpu["summary"]["PEFT over ours"])
+    steps = table(["", *(f">{name}" for name in names.values())], rows)
+    return "\n\n".join([steps, text.format(*found), on_cpu])
 
 
 def _efficiencies(contender: str | None) -> list[str]:
