@@ -155,7 +155,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt tools/save_smollm2.py
 test-vllm: $(VLLM_STAMP)  ## the plug-in inside the real vLLM, two versions of it
 	@echo "vLLM $(VLLM_NEW)" && $(VLLM_PYTEST) tests/vllm_plugin
 	@echo "vLLM $(VLLM_OLD)" && PYTHONPATH=$(VLLM)/vllm-$(VLLM_OLD) $(VLLM_PYTEST) \
-		$(addprefix tests/vllm_plugin/test_,plugin.py wrapper.py experts.py inputs.py loading.py engine.py kinds.py live.py)
+		$(addprefix tests/vllm_plugin/test_,plugin.py wrapper.py operation.py experts.py inputs.py loading.py engine.py kinds.py live.py)
 
 # The real SGLang on a CPU, in an environment of its own (2 GB). The index has no build of it for CPUs: its
 # own Python and what that imports are installed, stand-ins take the place of its compiled packages.
