@@ -36,8 +36,8 @@ from .folders import (
     is_targeted,
     rank_of,
 )
-from .interrupts import faults
 from .running import Ran, RunCase, ending_hangs, fault_of_message, main, untyped
+from .simulation.adapters import faults
 
 GROWTH_BYTES = 2**30  # of the process, while one case is read
 
@@ -74,10 +74,10 @@ def _read(case: Case, pool: AdapterPool, kept: Checkpoint) -> Ran:
         return untyped(error, case.steps)
     else:
         outcome, fault = _compare(case, checkpoint)
-        fault = fault or next(faults(pool, {"case": checkpoint, "kept": kept}), None)
+        fault = fault or next(iter(faults(pool, {"case": checkpoint, "kept": kept})), None)
         if loaded.name in pool.slots:
             pool.unload("case")
-    fault = fault or next(faults(pool, {"kept": kept}), None)
+    fault = fault or next(iter(faults(pool, {"kept": kept})), None)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if after - before > GROWTH_BYTES:
         fault = f"took {after - before} bytes; {fault}"

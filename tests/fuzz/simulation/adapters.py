@@ -26,11 +26,11 @@ def make_pool(max_adapters: int = 3) -> AdapterPool:
     return AdapterPool(SPECS, max_adapters, MAX_RANK, groups=GROUPS)
 
 
-def files_of(name: str, version: int = 0) -> dict[str, bytes]:
+def files_of(name: str, version: int = 0, patterns: bool = False) -> dict[str, bytes]:
     """Return the files of an adapter: some of the modules, unequal ranks, random values.
 
     Names with an odd checksum have biases, and then no embedding. Versions of a name differ in
-    their values alone.
+    their values alone. With patterns some give their modules as one, which a process matches.
     """
     seed = crc32(name.encode())
     draw = random.Random(seed)
@@ -49,15 +49,16 @@ def files_of(name: str, version: int = 0) -> dict[str, bytes]:
         if biased:
             bias = torch.randn(spec.out_features, generator=generator)
             tensors[f"base_model.model.{path}.lora_B.bias"] = bias
-    config = {"peft_type": "LORA", "target_modules": sorted(ranks), "lora_bias": biased}
+    targets = "|".join(ranks) if patterns and draw.random() < 0.2 else sorted(ranks)
+    config = {"peft_type": "LORA", "target_modules": targets, "lora_bias": biased}
     return {CONFIG: json.dumps({**config, "rank_pattern": ranks}).encode(), WEIGHTS: save(tensors)}
 
 
-def save_adapter(root: Path, name: str, version: int = 0) -> Path:
+def save_adapter(root: Path, name: str, version: int = 0, patterns: bool = False) -> Path:
     """Save the adapter that belongs to a name."""
     folder = root / name
     folder.mkdir()
-    for file, content in files_of(name, version).items():
+    for file, content in files_of(name, version, patterns).items():
         (folder / file).write_bytes(content)
     return folder
 
