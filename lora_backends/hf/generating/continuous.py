@@ -13,8 +13,7 @@ import asyncio
 import copy
 import queue
 import threading
-import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
@@ -33,6 +32,7 @@ from lora_backends.errors import (
 )
 from lora_backends.hf.calls.entries import ALLOWED, Entry, adapter_names, is_per_token
 from lora_backends.hf.calls.packed import RequestsCall, find_packed
+from lora_backends.hf.generating.batching_config import check_resolved, checked
 from lora_backends.hf.generating.line import Line
 from lora_backends.hf.generating.outputs import Outputs
 from lora_backends.hf.generating.paged import PagedModel, check_model, no_batching
@@ -40,19 +40,11 @@ from lora_backends.hf.generating.request_words import RequestWords, RowProcessor
 from lora_backends.hf.layout.sites import vocabulary_of
 from lora_backends.hf.wrapped import WrappedModel
 
-CPU_BLOCKS, CPU_BATCH_TOKENS = 64, 256
-"""Of the cache on a CPU unless the caller says otherwise: Transformers would take 0.6 of the free
-memory for it."""
-
 CHILD = "__child#"
 """In the ids that Transformers gives further sequences of a request."""
 
 DELIVERY = ("streaming", "record_timestamps")
 """Options of a request that change none of its tokens."""
-
-LOOK_S = 0.01
-"""Seconds between polls of the output queue: a new output wakes one waiting thread, which may be
-that of another request."""
 
 
 @dataclass
@@ -94,7 +86,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         # First: later steps change the model's attention. A refused model stays as it was.
         check_model(base)
         wrapped.check()
-        config = _checked(continuous_batching_config, base.device)
+        config = checked(continuous_batching_config, base.device)
         self._words = RequestWords(base, generation_config, config.per_request_processors)
         # A copy: the words of the requests keep None for no end.
         generation_config = copy.copy(self._words.config)
@@ -120,7 +112,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 generation_config=generation_config,
                 continuous_batching_config=config,
             )
-            _check_resolved(self.continuous_batching_config)
+            check_resolved(self.continuous_batching_config)
         except Exception as error:
             # It may have been switched to FlashAttention.
             original = getattr(self, "_original_attn_impl", None)
@@ -283,7 +275,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                         f"a request {request_id!r} is running\n  to do: give each its own id"
                     )
                 if request_id in self._cancelled:
-                    self._drop_outputs({request_id})  # that cancel was for an earlier request
+                    self.output_router.drop({request_id})  # that cancel was for an earlier request
                     if request_id not in self.cancel_queue.queue:
                         self._cancelled.discard(request_id)
                 # A copy: the caller may change a blend and pass it again.
@@ -364,7 +356,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         Returns:
             A `GenerationOutput`, or None where none has come.
         """
-        return self._take(None if request_id is None else [request_id], timeout)
+        names = None if request_id is None else [request_id]
+        return self.output_router.take(names, timeout, self.is_running)
 
     def collect(self, names: Iterable[str]) -> dict[str, Any]:
         """Wait for requests and return their outputs by id, in the order of `names`.
@@ -379,7 +372,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         ids = list(chain.from_iterable(wanted))
         outputs: dict[str, Any] = {}
         while missing := [name for name in ids if name not in outputs]:
-            output = self._take({*missing}, timeout=0.1)
+            output = self.output_router.take({*missing}, 0.1, self.is_running)
             if output is None:
                 self._check_coming(missing)
             elif output.error is not None:
@@ -387,22 +380,6 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             elif output.is_finished():
                 outputs[output.request_id] = output
         return {name: outputs[name] for name in ids}
-
-    def _take(self, names: Container[str] | None, timeout: float | None) -> Any:
-        """Return the first output of these requests, or of any, and leave the others in order."""
-        outputs = self.output_router.output_queue
-        end = None if timeout is None else time.monotonic() + timeout
-        with outputs.not_empty:  # the lock of the queue
-            while True:
-                # Read before the queue: the last output may arrive just before the thread ends.
-                is_running = self.is_running()
-                for place, output in enumerate(outputs.queue):
-                    if names is None or output.request_id in names:
-                        del outputs.queue[place]
-                        return output
-                if not is_running or (end is not None and time.monotonic() >= end):
-                    return None
-                outputs.not_empty.wait(LOOK_S)
 
     def _check_coming(self, names: Sequence[str]) -> None:
         """Refuse to wait for requests that will have no output."""
@@ -458,17 +435,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             if not gone:
                 return
             self._cancelled -= gone
-            self._drop_outputs(gone)
+            self.output_router.drop(gone)
             for request_id in gone:
                 self._release([request_id], whole=self._is_whole(request_id))
-
-    def _drop_outputs(self, ids: Container[str]) -> None:
-        """Remove the outputs of cancelled requests from the queue: no caller waits for them."""
-        outputs = self.output_router.output_queue
-        with outputs.mutex:
-            others = [output for output in outputs.queue if output.request_id not in ids]
-            outputs.queue.clear()
-            outputs.queue.extend(others)
 
     def _entries_of_batch(self) -> list[tuple[Entry, Mapping[str, int], int]]:
         """Return the entry, the slots and the tokens of every request in the batch, in order."""
@@ -561,40 +530,3 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 def _parent(request_id: str) -> str:
     """Return the request of which Transformers made this one, for num_return_sequences."""
     return request_id.rpartition(CHILD)[0]
-
-
-def _checked(
-    config: ContinuousBatchingConfig | None, device: torch.device
-) -> ContinuousBatchingConfig:
-    """Return a configuration whose forward passes the hooks can follow."""
-    config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
-    if not isinstance(config, ContinuousBatchingConfig):
-        raise InvalidInputError(
-            f"continuous_batching_config is {shown(config)}\n  allowed: a ContinuousBatchingConfig"
-        )
-    # One flag, or one for each kind of pass.
-    graphs = config.use_cuda_graph
-    if any(graphs) if isinstance(graphs, (tuple, list)) else graphs:
-        raise _not_followed("use_cuda_graph", "a graph replays without the hooks")
-    if config.use_async_batching:
-        raise _not_followed("use_async_batching", "two batches would share one plan")
-    # None lets Transformers choose, and it may choose a graph.
-    config.use_cuda_graph = config.use_async_batching = False
-    # A shared block has keys and values of one adapter.
-    config.allow_block_sharing = False
-    if device.type == "cpu":
-        config.num_blocks = config.num_blocks or CPU_BLOCKS
-        config.max_batch_tokens = config.max_batch_tokens or CPU_BATCH_TOKENS
-    return config
-
-
-def _check_resolved(config: ContinuousBatchingConfig) -> None:
-    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
-        raise _not_followed("a compile configuration", "the plans change with every batch")
-
-
-def _not_followed(option: str, reason: str) -> UnsupportedInputError:
-    return UnsupportedInputError(
-        f"continuous batching with adapters cannot use {option}: {reason}\n"
-        f"  allowed: a ContinuousBatchingConfig without it"
-    )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Container
 from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
+
+LOOK_S = 0.01
+"""Seconds between polls of the output queue: a new output wakes one waiting thread, which may be
+that of another request."""
 
 
 class Outputs(OutputRouter):  # type: ignore[misc]  # has no types
@@ -46,6 +51,38 @@ class Outputs(OutputRouter):  # type: ignore[misc]  # has no types
                 if output.is_finished():
                     self._ended(output)
                 self._route(output)
+
+    def take(
+        self, names: Container[str] | None, timeout: float | None, is_running: Callable[[], bool]
+    ) -> Any:
+        """Return the first output of these requests, or of any, and leave the others in order.
+
+        Args:
+            names: None takes any.
+            timeout: in seconds; None waits as long as the manager runs.
+            is_running: whether the manager's thread may still deliver outputs.
+        """
+        outputs = self.output_queue
+        end = None if timeout is None else time.monotonic() + timeout
+        with outputs.not_empty:  # the lock of the queue
+            while True:
+                # Read before the queue: the last output may arrive just before the thread ends.
+                runs = is_running()
+                for place, output in enumerate(outputs.queue):
+                    if names is None or output.request_id in names:
+                        del outputs.queue[place]
+                        return output
+                if not runs or (end is not None and time.monotonic() >= end):
+                    return None
+                outputs.not_empty.wait(LOOK_S)
+
+    def drop(self, ids: Container[str]) -> None:
+        """Remove the outputs of cancelled requests from the queue: no caller waits for them."""
+        outputs = self.output_queue
+        with outputs.mutex:
+            others = [output for output in outputs.queue if output.request_id not in ids]
+            outputs.queue.clear()
+            outputs.queue.extend(others)
 
     def _route(self, output: Any) -> None:
         name = output.request_id
