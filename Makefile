@@ -168,7 +168,7 @@ SGLANG_OLD := 0.5.16
 SGLANG_STANDS_IN := $(CURDIR)/tests/sglang_plugin/stand_ins
 SGLANG_PYTEST := OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/bin/python -m pytest -q -W ignore
 SGLANG_NEEDS := transformers==5.19.0 tokenizers==0.23.2 compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 openai==2.8.0 \
-	aiohttp einops fastapi httpx interegular ipython msgspec orjson partial_json_parser pillow prometheus-client psutil \
+	aiohttp dill einops fastapi httpx interegular ipython msgspec orjson partial_json_parser pillow prometheus-client psutil \
 	pybase64 python-multipart pyzmq requests scipy sentencepiece setproctitle tqdm uvicorn uvloop xxhash zstandard
 
 $(SGLANG_STAMP): pyproject.toml constraints.txt tools/save_smollm2.py

@@ -48,7 +48,10 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "LoRAManager.validate_new_adapter": ("lora_config", "lora_ref"),
         "LoRAManager.prepare_lora_batch": ("forward_batch",),
     },
-    f"{LORA}/lora.py": {"LoRAAdapter._normalize_weights": ()},
+    f"{LORA}/lora.py": {
+        "LoRAAdapter._process_weight": ("name",),
+        "LoRAAdapter._normalize_weights": (),
+    },
     f"{LORA}/mem_pool.py": {
         "LoRAMemoryPool.load_lora_weight_to_buffer": ("uid", "buffer_id", "lora_adapter"),
     },

@@ -7,6 +7,7 @@ import torch
 
 from lora_backends import BackendUnavailableError, UnsupportedInputError
 from lora_backends.integrations.sglang import register, wrapping
+from lora_backends.integrations.sglang.settings import check_settings
 
 
 @pytest.fixture
@@ -83,6 +84,19 @@ def test_a_version_without_a_wrapped_name_is_refused(monkeypatch):
     monkeypatch.delattr(FusedMoEWithLoRA, "_get_lora_info")
     with pytest.raises(UnsupportedInputError, match="FusedMoEWithLoRA._get_lora_info"):
         wrapping.wrap()
+
+
+def test_settings_are_read_as_sglang_has_resolved_them():
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.server_args import ServerArgs
+
+    if not hasattr(overrides, "resolution_result"):
+        pytest.skip("this version writes what it resolves into the arguments")
+    arguments = ServerArgs(model_path="none", device="cpu")
+    check_settings(arguments)
+    arguments._resolved_overrides = [("a hook", {"moe_a2a_backend": "deepep"})]
+    with pytest.raises(UnsupportedInputError, match="moe_a2a_backend=deepep"):
+        check_settings(arguments)
 
 
 def test_wrapping_twice_wraps_once():

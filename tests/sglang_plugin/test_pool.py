@@ -92,6 +92,33 @@ def test_a_base_slot_stays_as_sglang_clears_it(pool):
     assert not pool.A_buffer["qkv_proj"][0][1].any()
 
 
+def test_a_slot_keeps_no_head_of_an_adapter_that_was_in_it_before(pool):
+    # SGLang clears neither of them for an adapter with the other one
+    pool.base_hf_config = SimpleNamespace(vocab_size=5)
+    pool.target_modules |= {"embed_tokens", "lm_head"}
+    for name, width in (("embedding", 5), ("lm_head", WIDTH)):
+        key = {"embedding": "embed_tokens"}.get(name, name)
+        setattr(pool, f"{name}_A_buffer", {key: torch.ones(SLOTS, MAX_RANK, width)})
+        setattr(pool, f"{name}_B_buffer", {key: torch.ones(SLOTS, 5, MAX_RANK)})
+    ends = {
+        "model.embed_tokens.lora_embedding_A": torch.ones(3, 5),
+        "model.embed_tokens.lora_embedding_B": torch.full((5, 3), 2.0),
+    }
+    adapter = SimpleNamespace(
+        config=SimpleNamespace(r=3, lora_added_tokens_size=0),
+        layers=[SimpleNamespace(weights={}, pinned_weights={})],
+        embedding_layers=ends,
+        added_tokens_embeddings={},
+        pinned_embedding_layers={},
+        pinned_added_tokens_embeddings={},
+        scaling=1.0,
+    )
+    pool.load_lora_weight_to_buffer("a", 1, adapter, [{}], None, None)
+    assert not pool.lm_head_B_buffer["lm_head"][1].any()
+    assert (pool.embedding_B_buffer["embed_tokens"][1, :, :3] == 2).all()
+    assert pool.lm_head_B_buffer["lm_head"][0].all(), "other slots stay"
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "named"),
     [

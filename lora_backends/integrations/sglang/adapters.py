@@ -6,19 +6,27 @@ SGLang reads one rank and one scaling per adapter, and ignores all else of `adap
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lora_backends.adapters.peft.config import checked_config
 from lora_backends.errors import UnsupportedInputError, shown
+from lora_backends.integrations.sglang import places
 from lora_backends.integrations.sglang.backend import BackendForSGLang
 
-PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"),
+    ("wq_du", "wk_dv", "wv_dv", "wr_du"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "x_proj"),
+)
 """Projections that SGLang fuses."""
 
-_PART = re.compile(r"\.(q_proj|k_proj|v_proj|up_proj)\.lora_")
+NEEDED = {"q_proj": "v_proj", "q_a_proj": "kv_a_proj_with_mqa"}
+"""Projections that SGLang fuses only with another: it has no zeros of the right shape for it."""
 
 
 def check_config(
@@ -57,54 +65,74 @@ def check_features(values: dict[str, Any], name: str) -> None:
         )
 
 
+def check_name(
+    original: Callable[..., Any], adapter: Any, name: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse a weight that SGLang would leave out, or take for one of another module.
+
+    Raises:
+        UnsupportedInputError: such a weight.
+    """
+    if isinstance(adapter.lora_backend, BackendForSGLang):
+        places.check_name(name)
+    return original(adapter, name, *args, **kwargs)
+
+
 def check_weights(original: Callable[..., Any], adapter: Any, *args: Any, **kwargs: Any) -> Any:
     """Set the scaling of rsLoRA, and refuse weights that SGLang would ignore or misplace.
 
     Raises:
-        UnsupportedInputError: a projection lacks the others that SGLang fuses it with.
+        UnsupportedInputError: a projection lacks the others that SGLang fuses it with, or a weight
+            has no place in the pool.
     """
     if not isinstance(adapter.lora_backend, BackendForSGLang):
         return original(adapter, *args, **kwargs)
     if adapter.config.hf_config.get("use_rslora"):
         adapter.scaling = adapter.config.lora_alpha / math.sqrt(adapter.config.r)
-    names = {name for layer in adapter.layers for name in layer.weights}
-    _refuse_parts_without_values(names)
+    for layer in adapter.layers:
+        _refuse_parts_without_values(set(layer.weights))
     done = original(adapter, *args, **kwargs)
-    left = sorted(
-        {
-            match[1]
-            for layer in adapter.layers
-            for name in layer.weights
-            if (match := _PART.search(name))
-        }
-    )
-    fused = {part for parts in PARTS for part in parts if _is_fused(adapter, parts)}
-    if stray := [part for part in left if part in fused]:
-        raise _incomplete(", ".join(stray))
+    _refuse_parts_left(adapter)
+    if adapter.lora_backend.check_places is not None:  # else the pool is made later, and checks
+        adapter.lora_backend.check_places(adapter)
     return done
 
 
 def _refuse_parts_without_values(names: set[str]) -> None:
-    """Refuse q_proj without v_proj, for which SGLang's own error gives no reason."""
+    """Refuse a part without the other one it needs; SGLang's own error is obscure, or late."""
     for name in sorted(names):
-        if ".q_proj." in name and name.replace(".q_proj.", ".v_proj.") not in names:
-            raise _incomplete("q_proj")
+        for part, needed in NEEDED.items():
+            if f".{part}." in name and name.replace(f".{part}.", f".{needed}.") not in names:
+                raise _incomplete(part)
 
 
-def _is_fused(adapter: Any, parts: tuple[str, ...]) -> bool:
-    """Return whether the model has these projections in one layer; True where it is not known."""
+def _refuse_parts_left(adapter: Any) -> None:
+    """Refuse parts that are not fused, where the model's layer has no module of that name."""
+    parts = {part for together in FUSED for part in together}
+    for number, layer in enumerate(adapter.layers):
+        last = {name.partition(".lora_")[0].rsplit(".", 1)[-1] for name in layer.weights}
+        if stray := (last & parts) - _modules_of(adapter, number):
+            raise _incomplete(", ".join(sorted(stray)))
+
+
+def _modules_of(adapter: Any, number: int) -> set[str]:
+    """Return the last names of the modules of the language model's layer; none if unknown."""
     model = getattr(adapter, "base_model", None)
     if model is None:
-        return True
-    last = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-    return last.isdisjoint(parts)
+        return set()
+    found = set()
+    for name, _ in model.named_modules():
+        before, layer, inside = name.partition(f"layers.{number}.")
+        if layer and not places.is_tower(before):
+            found.add(inside.rsplit(".", 1)[-1])
+    return found
 
 
 def _incomplete(given: str) -> UnsupportedInputError:
+    sets = "; ".join(", ".join(together) for together in FUSED)
     return UnsupportedInputError(
         f"an adapter targets only some of the projections that SGLang fuses\n"
         f"  given: {given}\n"
-        f"  allowed: q_proj and v_proj, with or without k_proj; gate_proj, with or without "
-        f"up_proj\n"
+        f"  allowed: all of a set: {sets}; k_proj and up_proj may be left out\n"
         f"  to do: train it on all of them, or add weights of zeros for those it lacks"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from lora_backends.integrations.asked import backend_asked_for
 from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.sglang.fusing import Fused
 from lora_backends.integrations.sglang.numbers import Numbers
-from lora_backends.integrations.sglang.settings import check_settings, logger
+from lora_backends.integrations.sglang.settings import check_settings, logger, setting
 from lora_backends.selection.choice import get_backend
 from lora_backends.weights import LoRAWeights
 
@@ -97,15 +97,16 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is not 
         self._weights: dict[tuple[int, int], LoRAWeights] = {}  # by the addresses of A and B, which
         # live as long as the pool
         self._pool: Any = None
+        self.check_places: Callable[[Any], None] | None = (
+            None  # of an adapter, once the pool is made
+        )
         self._is_for_graph = False  # whether the batch may be captured, or replayed
         self._is_capturing = False  # whether it is one that SGLang makes up to capture
         # before `forward_with_base`, SGLang sums h over processes between shrink and expand
         sums_h = not hasattr(BaseLoRABackend, "forward_with_base")
-        self._defers = not sums_h or getattr(server_args, "tp_size", 1) == 1
+        self._defers = not sums_h or (setting(server_args, "tp_size") or 1) == 1
         self._fused = Fused(self)
-        self._fuses = self._defers and not getattr(
-            server_args, "enable_deterministic_inference", False
-        )
+        self._fuses = self._defers and not setting(server_args, "enable_deterministic_inference")
         logger().info("LoRA runs on backend %r on %s", backend.name, backend.device)
 
     # Batches

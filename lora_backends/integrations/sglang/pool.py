@@ -15,7 +15,7 @@ import torch
 
 from lora_backends.common.names import SGLANG_VARIABLE
 from lora_backends.errors import UnsupportedInputError
-from lora_backends.integrations.sglang import experts
+from lora_backends.integrations.sglang import experts, places
 from lora_backends.integrations.sglang.backend import BackendForSGLang
 
 KNOWN = frozenset(
@@ -50,28 +50,46 @@ def adopt(manager: Any) -> None:
     """Check the LoRA layers, and let each load into the pool spread its rows.
 
     Raises:
-        UnsupportedInputError: the backend does not run one of the layers.
+        UnsupportedInputError: the backend does not run one of the layers, or an adapter has a
+            weight without a place.
     """
     for modules in manager.lora_modules:
         for name, module in modules.items():
             _check_module(name, module)
     pool = manager.memory_pool
+    check = functools.partial(places.check_places, pool, manager.lora_modules)
+    for adapter in getattr(manager, "loras", {}).values():
+        check(adapter)  # of --lora-paths, which SGLang reads first
     load = pool.load_lora_weight_to_buffer
 
     @functools.wraps(load)
     def load_and_spread(uid: Any, buffer_id: int, adapter: Any, *args: Any, **kwargs: Any) -> Any:
+        if uid is not None:
+            clear_ends(pool, buffer_id)
         loaded = load(uid, buffer_id, adapter, *args, **kwargs)
         if uid is not None:
             spread_slot(pool, buffer_id, adapter.config.r)
         return loaded
 
     pool.load_lora_weight_to_buffer = load_and_spread
+    manager.lora_backend.check_places = check
     manager.lora_backend.adopt(pool, modules_of(manager))
 
 
 def modules_of(manager: Any) -> list[Any]:
     """Return the LoRA layers of a manager's model, without embedding and head."""
     return [module for modules in manager.lora_modules for module in modules.values()]
+
+
+def clear_ends(pool: Any, slot: int) -> None:
+    """Zero B of embedding and head in a slot.
+
+    SGLang leaves the head of the slot's last adapter where the next one has only an embedding, and
+    the other way round.
+    """
+    for stacks in (pool.embedding_B_buffer, pool.lm_head_B_buffer):
+        for stack in stacks.values():
+            stack[slot].zero_()
 
 
 def spread_slot(pool: Any, slot: int, rank: int) -> None:

@@ -50,7 +50,7 @@ def check_settings(arguments: Any) -> None:
 
 def _settings(arguments: Any) -> list[tuple[str, bool]]:
     def value(name: str, default: Any = None) -> Any:
-        return getattr(arguments, name, default)  # which a version may lack
+        return setting(arguments, name, default)
 
     switches = (
         "enable_dp_attention",  # tokens of several processes
@@ -62,7 +62,8 @@ def _settings(arguments: Any) -> list[tuple[str, bool]]:
         "enable_torch_compile",  # tracing would keep the first batch's plan
     )
     found = [(name, bool(value(name, False))) for name in switches]
-    found.append(("attn_cp_size above 1", (value("attn_cp_size", 1) or 1) > 1))
+    for name in ("attn_dp_size", "attn_cp_size", "pp_size"):
+        found.append((f"{name} above 1", (value(name, 1) or 1) > 1))
     exchange = value("moe_a2a_backend") or "none"
     found.append((f"moe_a2a_backend={exchange}", exchange != "none"))
     runner = str(value("moe_runner_backend") or "auto")
@@ -70,6 +71,21 @@ def _settings(arguments: Any) -> list[tuple[str, bool]]:
     experimental = os.environ.get("SGLANG_EXPERIMENTAL_LORA_OPTI", "").lower()
     found.append(("SGLANG_EXPERIMENTAL_LORA_OPTI", experimental in ("1", "true", "yes", "y")))
     return found
+
+
+def setting(arguments: Any, name: str, default: Any = None) -> Any:
+    """Return a setting as SGLang has resolved it; newer versions leave `ServerArgs` as given.
+
+    A version may lack it.
+    """
+    if getattr(arguments, "_resolved_overrides", None):
+        try:
+            from sglang.srt.arg_groups.overrides import resolution_result
+        except ImportError:  # a version that writes what it resolves into `ServerArgs`
+            pass
+        else:
+            return resolution_result(arguments, name, default)
+    return getattr(arguments, name, default)
 
 
 def lacking(module: str, name: str) -> UnsupportedInputError:

@@ -17,6 +17,7 @@ from lora_backends.integrations.sglang.settings import lacking
 WRAPPED: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("sglang.srt.lora.lora_manager", "LoRAManager", "init_memory_pool", pool.adopt_after),
     ("sglang.srt.lora.lora_manager", "LoRAManager", "validate_new_adapter", adapters.check_config),
+    ("sglang.srt.lora.lora", "LoRAAdapter", "_process_weight", adapters.check_name),
     ("sglang.srt.lora.lora", "LoRAAdapter", "_normalize_weights", adapters.check_weights),
     ("sglang.srt.lora.layers", "FusedMoEWithLoRA", "_get_lora_info", experts.lora_info),
     ("sglang.srt.lora.lora_moe_runners", "", "build_lora_hooks", experts.build_hooks),
