@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lora_backends import UnsupportedInputError
-from lora_backends.integrations.sglang.places import check_name, check_places
+from lora_backends.integrations.sglang.places import check_copy, check_name, check_places
 
 RANK, MAX_RANK, WIDTH, SLOTS = 2, 4, 6, 3
 OUT = {"qkv_proj": 9, "o_proj": 6, "up_proj": 5}
@@ -128,3 +128,22 @@ def test_weights_outside_of_the_language_model_are_refused(name, named):
 )
 def test_weights_of_the_language_model_are_taken(name):
     check_name(name)
+
+
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_a_whole_embedding_or_head_has_to_be_the_base_models(end):
+    model = torch.nn.Module()
+    model.embed_tokens = torch.nn.Embedding(7, 4)  # of which the last two pad the vocabulary
+    model.lm_head = torch.nn.Linear(4, 7, bias=False)
+    name, own = f"base_model.model.{end}.weight", getattr(model, end).weight.detach()[:5].clone()
+    check_copy(name, own, model)
+    check_copy(f"base_model.model.{end}.lora_A.weight", torch.zeros(2, 4), None)
+    for weight, beside in ((own + 1, model), (own[:, :3], model), (own, None)):
+        with pytest.raises(UnsupportedInputError, match=end):
+            check_copy(name, weight, beside)
+
+
+@pytest.mark.parametrize("name", ["input_embeddings", "output_embeddings"])
+def test_added_tokens_are_refused_when_the_adapter_loads(name):
+    with pytest.raises(UnsupportedInputError, match=name):
+        check_copy(name, torch.zeros(1, 4), torch.nn.Module())

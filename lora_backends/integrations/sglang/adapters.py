@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lora_backends.adapters.peft.config import checked_config
 from lora_backends.errors import UnsupportedInputError, shown
 from lora_backends.integrations.sglang import places
@@ -66,7 +68,7 @@ def check_features(values: dict[str, Any], name: str) -> None:
 
 
 def check_name(
-    original: Callable[..., Any], adapter: Any, name: str, *args: Any, **kwargs: Any
+    original: Callable[..., Any], adapter: Any, name: str, loaded_weight: torch.Tensor
 ) -> Any:
     """Refuse a weight that SGLang would leave out, or take for one of another module.
 
@@ -75,7 +77,8 @@ def check_name(
     """
     if isinstance(adapter.lora_backend, BackendForSGLang):
         places.check_name(name)
-    return original(adapter, name, *args, **kwargs)
+        places.check_copy(name, loaded_weight, getattr(adapter, "base_model", None))
+    return original(adapter, name, loaded_weight)
 
 
 def check_weights(original: Callable[..., Any], adapter: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from lora_backends.errors import UnsupportedInputError, shown
 
 _HALF = re.compile(r"^(.+)\.lora_(?:embedding_)?([AB])(?:\.|$)")
@@ -31,6 +33,36 @@ def check_name(name: str) -> None:
         raise _refused(name, "SGLang leaves it out: its name has no number of a layer")
     if is_tower(name if layer is None else name[: layer.start()]):
         raise _refused(name, "SGLang takes it for the language model's layer of that number")
+
+
+def check_copy(name: str, weight: torch.Tensor, model: torch.nn.Module | None) -> None:
+    """Refuse a whole embedding or head in an adapter's file, unless it equals the model's own.
+
+    PEFT writes a copy beside LoRA of an embedding, and a trained one if the vocabulary has grown.
+    SGLang reads past both.
+
+    Args:
+        name: of the weight in the file.
+        weight: its values.
+        model: SGLang's; None where the version does not hand it to an adapter.
+
+    Raises:
+        UnsupportedInputError: it differs, or there is nothing to compare it with.
+    """
+    if _LAYER.search(name) or _HALF.match(name):
+        return
+    end = "embed_tokens" if "embed_tokens" in name and "unembed" not in name else "lm_head"
+    suffixes = f"{end}.weight", f"{end}.base_layer.weight"
+    found = [] if model is None else model.named_parameters(remove_duplicate=False)
+    own = [parameter for path, parameter in found if path.endswith(suffixes)]
+    # SGLang pads the vocabulary
+    if not any(
+        weight.dim() == 2
+        and weight.shape[1:] == each.shape[1:]
+        and torch.equal(each.detach()[: len(weight)].cpu(), weight.cpu().to(each.dtype))
+        for each in own
+    ):
+        raise _refused(name, "it is not LoRA, and not equal to the base model's")
 
 
 def is_tower(path: str) -> bool:
