@@ -42,9 +42,8 @@ class Versions:
     """
 
     def __init__(self) -> None:
-        self.lock = (
-            threading.Lock()
-        )  # held while a request takes a version, and while one is dropped
+        # held while a request takes a version, and while one is dropped
+        self.lock = threading.Lock()
         self._held: dict[str, list[Version]] = {}  # by name; the last one is current
         self._keep: dict[str, int] = {}  # by name: versions to keep without users
         self._removed: list[Version] = []  # of removed adapters, still used by requests
