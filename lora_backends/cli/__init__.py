@@ -22,6 +22,7 @@ COMMANDS = {
     "adapters": ("adapters", "List the PEFT adapters in a folder."),
     "tune": ("tune", "Search tile sizes on this GPU, and write them to a table."),
     "verify": ("verify", "Check that a backend computes what the interface says."),
+    "plan": ("plan", "Say how many adapters fit on how many cards, and how long requests wait."),
     "bench": ("bench", "Time backends side by side, and against what the device allows."),
 }
 """Name of a subcommand, which is its module's, to its function and one line of help."""

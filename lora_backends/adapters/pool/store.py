@@ -27,6 +27,7 @@ from lora_backends.adapters.files.folders import (
     stamp_of,
     unchanged,
 )
+from lora_backends.adapters.pool.policy import keep
 from lora_backends.adapters.pool.pool import AdapterPool, Loaded
 from lora_backends.adapters.pool.slots import Commit
 from lora_backends.adapters.pool.staging import Staged, check_checkpoint
@@ -422,12 +423,7 @@ class AdapterStore:
             self._in_slots[name] = cached.stamp
             if cached is not self._cached.get(name):  # else its files have not been looked at
                 self._looked[name] = time.monotonic()
-            self._cached[name] = cached
-            self._cached.move_to_end(name)
-            total = sum(each.bytes for each in self._cached.values())
-            while total > self.cpu_bytes:
-                oldest, dropped = self._cached.popitem(last=False)
-                total -= dropped.bytes
+            keep(self._cached, name, cached, self.cpu_bytes)
             known = {*self._pool.slots.names, name, *self._cached}
             for table in (self._in_slots, self._looked, self._warned):
                 for old in [each for each in table if each not in known]:

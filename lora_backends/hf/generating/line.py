@@ -7,14 +7,11 @@ import time
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+from lora_backends.adapters.pool.policy import may_try
 from lora_backends.adapters.pool.slots import NoFreeSlotError, SlotTable
 from lora_backends.errors import InvalidInputError
 
 T = TypeVar("T")
-
-PASS_S = 1.0
-"""Seconds during which requests of loaded adapters may pass the first one in the line. They fill
-the batch. Without a limit, a popular adapter would keep its slot for ever."""
 
 LOOK_S = 0.1
 """Seconds between polls for changes that notify nobody: pins, other calls, a dead thread."""
@@ -103,11 +100,13 @@ class Line:
             self.move()
 
     def _is_turn(self, request_id: str, names: Collection[str], slots: SlotTable) -> bool:
+        first_refused = None
         with self._changed:
             for other, since in self._since.items():
                 if other == request_id:
-                    return True
-                if since is not None:  # the first that found none
-                    loaded = all(name in slots for name in names)
-                    return loaded and time.monotonic() - since < PASS_S
-        return True
+                    break
+                if since is not None:
+                    first_refused = since
+                    break
+        loaded = all(name in slots for name in names)
+        return may_try(first_refused, loaded, time.monotonic())

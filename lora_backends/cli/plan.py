@@ -1,0 +1,191 @@
+"""`lora-backends plan`: how many adapters fit, how long requests wait, how many cards it takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lora_backends.cli.console import output, step, table
+from lora_backends.cli.options import JsonFlag
+from lora_backends.errors import InvalidInputError
+from lora_backends.planning.cards import Card, find_card, read_card, with_memory
+from lora_backends.planning.fleet import Fleet, Plan, make_plan
+from lora_backends.planning.shapes import read_shapes
+from lora_backends.planning.simulation import Outcome
+from lora_backends.planning.traffic import Traffic
+
+
+def plan(
+    config_json: Annotated[
+        Path, typer.Option(help="config.json of the base model, or its folder.")
+    ],
+    adapters: Annotated[int, typer.Option(help="Adapters that may be asked for.")],
+    rate: Annotated[float, typer.Option(help="Requests in a second, of the whole fleet.")],
+    card: Annotated[
+        str, typer.Option(help="A card that was measured, or a result of bench on yours.")
+    ] = "NVIDIA H200",
+    memory_gb: Annotated[
+        float | None, typer.Option(help="Memory of the card, 1e9 bytes; needed with a result.")
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Rank of every adapter.")] = 16,
+    max_rank: Annotated[
+        int | None, typer.Option(help="Width of the stacks; default: rank.")
+    ] = None,
+    target_modules: Annotated[
+        str, typer.Option(help="As in PEFT: all-linear, or names with commas.")
+    ] = "all-linear",
+    target_parameters: Annotated[
+        str, typer.Option(help="As in PEFT, for stacked experts: names with commas.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="Of the base model.")] = "bfloat16",
+    adapter_dtype: Annotated[
+        str | None, typer.Option(help="Of the stacks: int8, float8_e4m3fn, ...")
+    ] = None,
+    zipf: Annotated[
+        float, typer.Option(help="Popularity falls as 1 / i^zipf; 0: all alike.")
+    ] = 1.0,
+    prompt_tokens: Annotated[int, typer.Option(help="Mean length of a prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(help="Mean length of an answer.")] = 128,
+    rows: Annotated[int, typer.Option(help="The most requests in a batch.")] = 64,
+    slots: Annotated[int | None, typer.Option(help="max_adapters; default: what fits.")] = None,
+    cpu_gb: Annotated[
+        float | None, typer.Option(help="Memory for adapters, 1e9 bytes; default: all of them.")
+    ] = None,
+    spare: Annotated[float, typer.Option(help="Share of the card's memory left to others.")] = 0.1,
+    max_wait_s: Annotated[
+        float, typer.Option(help="95 of 100 requests wait at most so long.")
+    ] = 1.0,
+    base_step_ms: Annotated[
+        float | None, typer.Option(help="The base model's decode step, as your engine takes it.")
+    ] = None,
+    prompt_tokens_per_s: Annotated[
+        float | None, typer.Option(help="The base model's prefill, as your engine runs it.")
+    ] = None,
+    load_gb_per_s: Annotated[float, typer.Option(help="From memory into a slot.")] = 20.0,
+    disk_gb_per_s: Annotated[float, typer.Option(help="From a disk into memory.")] = 1.0,
+    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
+    requests: Annotated[int, typer.Option(help="Drawn for a simulation.")] = 4000,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    as_json: JsonFlag = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw slots against waits to FILE.")] = None,
+) -> None:
+    """Say how many adapters fit on a card, how long requests wait, and how many cards it takes.
+
+    Bytes come from the model's configuration and PEFT, times from measurements of the card, waits
+    from a simulation that runs the pool's own policy. Nothing is loaded, and no GPU is needed.
+    """
+    if plot is not None:
+        from lora_backends.bench.results import writable_file
+
+        plot = writable_file(plot, "--plot")
+    fleet = Fleet(
+        rows=rows,
+        slots=slots,
+        cpu_bytes=None if cpu_gb is None else int(1e9 * cpu_gb),
+        spare=spare,
+        max_wait_s=max_wait_s,
+        base_step_s=None if base_step_ms is None else base_step_ms / 1e3,
+        prompt_tokens_per_s=prompt_tokens_per_s,
+        load_bytes_per_s=1e9 * load_gb_per_s,
+        disk_bytes_per_s=1e9 * disk_gb_per_s,
+        eager=eager,
+    )
+    traffic = Traffic(adapters, rate, zipf, prompt_tokens, output_tokens, requests, seed)
+    measured = _card(card, memory_gb)
+    names = [name.strip() for name in target_modules.split(",") if name.strip()]
+    with step("reading the model's configuration"):
+        shapes = read_shapes(
+            config_json,
+            rank,
+            max_rank=max_rank,
+            target_modules=names[0] if names == ["all-linear"] else names,
+            target_parameters=[n.strip() for n in target_parameters.split(",") if n.strip()],
+            dtype=dtype,
+            adapter_dtype=adapter_dtype,
+        )
+    with step("simulating the traffic"):
+        made = make_plan(shapes, traffic, measured, fleet)
+    if plot is not None:
+        from lora_backends.planning.plots import save_plot
+
+        save_plot(made, plot)
+    if as_json:
+        typer.echo(json.dumps(made.describe(), indent=2))
+    else:
+        show(made, fleet)
+        if plot is not None:
+            output().print(f"drawn: {plot}", markup=False, soft_wrap=True)
+
+
+def _card(name: str, memory_gb: float | None) -> Card:
+    if memory_gb is not None and not memory_gb > 0:
+        raise InvalidInputError(f"--memory-gb is {memory_gb}\n  allowed: more than 0")
+    if not name.endswith(".json"):
+        return with_memory(find_card(name), memory_gb)
+    if memory_gb is None:
+        raise InvalidInputError(f"--memory-gb is missing: {name} does not tell the card's memory")
+    return read_card(Path(name), int(1e9 * memory_gb))
+
+
+def show(made: Plan, fleet: Fleet) -> None:
+    """Print a plan."""
+    model = made.model
+    table(
+        f"{model.origin} on {made.card}",
+        ["", ">"],
+        [
+            ["base model", _bytes(model.base_bytes)],
+            [f"cache of {fleet.rows} requests", _bytes(made.cache_bytes)],
+            [f"an adapter of rank {model.rank}, {model.modules} modules", _bytes(model.file_bytes)],
+            [f"a slot of width {model.max_rank}, {model.adapter_dtype}", _bytes(model.slot_bytes)],
+            ["slots that fit", f"{made.slots_that_fit:,}"],
+            ["base model's decode step", f"{1e3 * made.base_step_s:.2f} ms"],
+            ["the adapters add", f"{1e3 * made.lora_step_s:.2f} ms"],
+        ],
+        lines=False,
+    )
+    columns = [
+        ">slots",
+        ">in a slot",
+        ">memory",
+        ">disk",
+        ">wait p50",
+        ">p95",
+        ">copies",
+        ">tokens/s",
+    ]
+    share = made.cards["by adapter"] or 1
+    title = f"one of {share} cards" if share > 1 else "one card"
+    table(f"{title}, by slots", columns, [_row(o) for o in made.by_slots], lines=False)
+    console = output()
+    if made.thrashes_below is None:
+        console.print("thrashes with any of these slots, or waits too long", markup=False)
+    elif made.thrashes_below > made.by_slots[0].slots:
+        console.print(f"thrashes or waits below {made.thrashes_below} slots", markup=False)
+    for routing, count in made.cards.items():
+        text = "more than 64 cards" if count is None else f"{count} card{'s' * (count > 1)}"
+        console.print(f"requests sent {_to(routing)}: {text}", markup=False)
+    for each in made.notes:
+        console.print(f"note: {each}", markup=False, soft_wrap=True)
+
+
+def _to(routing: str) -> str:
+    return "to the card of their adapter" if routing == "by adapter" else "to any card"
+
+
+def _row(outcome: Outcome) -> list[str]:
+    return [
+        f"{outcome.slots:,}",
+        *(f"{100 * r:.1f}%" for r in (outcome.hit_rate, outcome.memory_rate, outcome.disk_rate)),
+        f"{outcome.wait_p50_s:.3f} s",
+        f"{outcome.wait_p95_s:.3f} s" + ("" if outcome.keeps_up else ", grows"),
+        f"{100 * outcome.loading:.1f}%",
+        f"{outcome.tokens_per_s:,.0f}",
+    ]
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
