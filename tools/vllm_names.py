@@ -97,6 +97,12 @@ NAMES = {
             )
         ),
     ],
+    "entrypoints/generate/beam_search/offline.py": [
+        "BeamSearchOfflineMixin.beam_search(lora_request)",
+    ],
+    "entrypoints/generate/beam_search/online.py": [
+        "BeamSearchOnlineMixin.beam_search(lora_request)",
+    ],
     "model_executor/layers/linear.py": [
         "ColumnParallelLinear.output_partition_sizes",
         "QKVParallelLinear.num_kv_head_replicas",

@@ -15,6 +15,8 @@ from helpers.vllm_engines import (
     save_tiny,
 )
 
+from lora_backends import UnsupportedInputError
+
 TOLERANCE = 1e-4  # of log-probabilities in float32; adapters change them by more than 0.1
 ROWS = [*KINDS, None, "all"]
 TEXTS = [list(prompt) for prompt in [*PROMPTS, PROMPTS[0][::-1], PROMPTS[1][::-1]]]
@@ -116,6 +118,20 @@ def test_an_invocation_starts_each_request_in_its_own_place_and_cached_prefixes_
     ):
         wanted = [peft_tokens(p, n, 4) for p, n in zip(prompts, names, strict=True)]
         assert engine.tokens(prompts, names, length=4) == wanted
+
+
+def test_a_beam_search_with_an_alora_is_refused(make_engine):
+    from vllm.sampling_params import BeamSearchParams
+
+    engine = make_engine(max_model_len=250, block_size=32)
+    prompts = [{"prompt_token_ids": PROMPTS[0][:9] + INVOCATION}]
+    search = BeamSearchParams(beam_width=2, max_tokens=2, ignore_eos=True)
+    with pytest.raises(UnsupportedInputError, match="beam search .*alora_invocation_tokens"):
+        engine.llm.beam_search(prompts, search, lora_request=engine.request("alora"))
+    with pytest.raises(UnsupportedInputError, match="'alora'"):
+        engine.llm.beam_search(prompts, search, lora_request=[engine.request("alora")])
+    with pytest.raises(Exception, match="[Tt]okenizer"):  # vLLM's own: these engines have none
+        engine.llm.beam_search(prompts, search, lora_request=engine.request("all"))
 
 
 def test_prefixes_before_an_invocation_are_the_base_models(make_engine):

@@ -331,6 +331,14 @@ def test_the_second_runner_tells_where_each_request_is():
     assert announced(manager, mapping) == ([0, 0, 1, 1, 1, 0, 0, 2, 2], [1, 1, 0, 2])
     invocations._done(lambda *_: None, runner)
     assert announced(manager, mapping) == (tokens, ids), "a dummy batch has no requests"
+    # The next step has another request with the id of an old one: its own invocation counts.
+    again = SimpleNamespace(req_id="a", prompt_token_ids=[7, 8, 3, 3], lora_request=1)
+    invocations._note_prompts(lambda *_: None, runner, SimpleNamespace(scheduled_new_reqs=[again]))
+    batch.req_ids, batch.num_computed_tokens_np, batch.num_scheduled_tokens = ["a"], [0], [4]
+    invocations._second_runner(lambda *_: batch, runner)
+    one = LoRAMapping((1,) * 4, (1,), is_prefill=True)
+    assert announced(manager, one) == ([1, 1, 1, 1], [1])
+    invocations._done(lambda *_: None, runner)
     runner.req_states.req_id_to_index.clear()
     invocations._note_prompts(lambda *_: None, runner, SimpleNamespace(scheduled_new_reqs=[]))
     assert not runner.lora_backends_prompts

@@ -12,13 +12,14 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lora_backends.adapters.files.formats import CONFIG_FILE
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.integrations.vllm.adapters.blends import terms_of
 from lora_backends.integrations.vllm.adapters.load import extras_of
 from lora_backends.integrations.vllm.methods import SECOND, replace
@@ -28,6 +29,13 @@ USERS_OF_HASHES = ("vllm.v1.core.block_pool", "vllm.v1.simple_kv_offload.manager
 """Modules that import the function for a block's keys by name."""
 
 EXECUTOR = "vllm.v1.executor.abstract"
+SEARCHES = (
+    ("vllm.entrypoints.generate.beam_search.offline", "BeamSearchOfflineMixin"),
+    ("vllm.entrypoints.generate.beam_search.online", "BeamSearchOnlineMixin"),
+    ("vllm.entrypoints.llm", "LLM"),
+    ("vllm.entrypoints.openai.engine.serving", "OpenAIServing"),
+)
+"""Beam searches of `LLM` and of the server; vLLM before 0.30 has those of the last two."""
 
 _paths: dict[str, str] = {}
 """By an adapter's name: the path of its latest load that the scheduler's process has seen."""
@@ -88,6 +96,11 @@ def follow_hashes() -> None:
     replace(EXECUTOR, "Executor", "add_lora", _note_path)
     for module in (HASHES, *USERS_OF_HASHES):
         replace(module, "", "generate_block_hash_extra_keys", _keys)
+    for module, owner in SEARCHES:
+        if owner.endswith("Mixin"):  # of newer versions; the others are heavy to import
+            with suppress(ModuleNotFoundError):
+                import_module(module)
+        replace(module, owner, "beam_search", _without_invocation, is_optional=True)
 
 
 def _first_runner(
@@ -153,15 +166,17 @@ def _changed(manager: Any, mapping: Any, rows: Callable[[], list[Rows]]) -> Any:
         return mapping
     tokens, samples = list(mapping.index_mapping), list(mapping.prompt_mapping)
     before = manager.__dict__.get("lora_backends_starts", {})
-    starts: dict[tuple[str, int], int | None] = {}
+    starts: dict[tuple[str, int], tuple[int, int | None]] = {}  # next token, start
     token = sample = 0
     for row in rows():
         id_ = tokens[token] if row.count else 0
         invocation = invocations.get(id_)
         if invocation:
             key = row.request, id_
-            starts[key] = before[key] if key in before else start_of(row.prompt, invocation)
-            start = starts[key]
+            next_, start = before.get(key, (-1, None))
+            if row.first != next_:  # a new request, maybe with the id of an old one; or preempted
+                start = start_of(row.prompt, invocation)
+            starts[key] = row.first + row.count, start
             end = row.count if start is None else min(max(start - row.first, 0), row.count)
             tokens[token : token + end] = [0] * end
             if end == row.count:
@@ -174,6 +189,23 @@ def _changed(manager: Any, mapping: Any, rows: Callable[[], list[Rows]]) -> Any:
 def _invocation(manager: Any, adapter_id: int) -> tuple[int, ...]:
     lora = manager._registered_adapters.cache.get(adapter_id)
     return () if lora is None else extras_of(lora).invocation
+
+
+def _without_invocation(original: Callable[..., Any], search: Any, *args: Any, **given: Any) -> Any:
+    """Refuse a beam search with an aLoRA.
+
+    It sends each beam as a prompt of its own, where a generated invocation would count; in PEFT,
+    only those of the prompt do.
+    """
+    for value in (*args, *given.values()):
+        for request in value if isinstance(value, list) else [value]:
+            path = getattr(request, "lora_path", None)
+            if path and invocation_at(path):
+                raise UnsupportedInputError(
+                    f"beam search does not run with an aLoRA (alora_invocation_tokens)\n"
+                    f"  given: adapter {request.lora_name!r}\n  to do: sample, or decode greedily"
+                )
+    return original(search, *args, **given)
 
 
 def _note_path(original: Callable[..., Any], executor: Any, request: Any) -> Any:
