@@ -54,12 +54,16 @@ PEFT_MODELS = [
     )
 ]
 NEEDS = {
-    "peft": ["adapters", "fuzz", *PEFT_MODELS],
-    "pydantic": ["adapters", "fuzz", *PEFT_MODELS],
+    "peft": ["adapters", "encoders", "fuzz", "planning", *PEFT_MODELS],
+    "pydantic": ["adapters", "encoders", "fuzz", *PEFT_MODELS],
     "pydantic_settings": [
         f"command/test_{name}.py" for name in ("agree", "cli", "config", "registry")
     ],
-    "typer": ["command/test_agree.py", "command/test_cli.py", "command/test_registry.py"],
+    "sentence_transformers": ["encoders"],
+    "typer": [
+        *(f"command/test_{name}.py" for name in ("agree", "cli", "registry")),
+        "planning/test_command.py",
+    ],
 }
 MISSING = [package for package in NEEDS if importlib.util.find_spec(package) is None]
 collect_ignore = [path for package in MISSING for path in NEEDS[package]]

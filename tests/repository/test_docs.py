@@ -17,6 +17,7 @@ PAGES = sorted([README, *(ROOT / "docs").rglob("*.md")])
 PAGES_WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 TRANSFORMERS = ROOT / "docs" / "how-to" / "use-with-transformers.md"
 TUTORIAL = ROOT / "docs" / "tutorial" / "train-serve-curl.md"
+EMBED = ROOT / "docs" / "how-to" / "embed-and-rerank.md"
 OF_A_MODEL = {
     TRANSFORMERS,
     TUTORIAL,
@@ -24,10 +25,12 @@ OF_A_MODEL = {
     ROOT / "docs" / "how-to" / "serve-requests.md",
     ROOT / "docs" / "how-to" / "keep-many-adapters.md",
     ROOT / "docs" / "how-to" / "train-many-adapters.md",
+    EMBED,
 }
 NEEDS = {
     **dict.fromkeys(OF_A_MODEL, ("transformers", "peft")),
     ROOT / "docs" / "how-to" / "mixtures-of-experts.md": ("transformers", "peft"),
+    EMBED: ("transformers", "peft", "sentence_transformers"),
     ROOT / "docs" / "how-to" / "cuda-graphs-and-compile.md": ("transformers",),
 }
 
@@ -74,6 +77,19 @@ def _save_classifiers(folder, config):
             peft.get_peft_model(base, lora).save_pretrained(folder / name)
 
 
+def _save_embedder(folder, base):
+    """Save a model without a head, its tokenizer, and two adapters for it."""
+    import peft
+
+    shutil.copytree(folder / "my-model", folder / "my-embedder")
+    base.save_pretrained(folder / "my-embedder")
+    for name in ("law", "news"):
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="FEATURE_EXTRACTION")
+        tuned = peft.get_peft_model(base, lora)
+        tuned.save_pretrained(folder / "adapters" / name)
+        base = tuned.unload()
+
+
 # tests/hf/models/test_smollm2.py runs README's program, which loads a real model
 @pytest.mark.parametrize("page", [p for p in PAGES_WITH_CODE if p != README], ids=name_of)
 def test_code_on_a_page_prints_the_text_under_it(page, monkeypatch, request):
@@ -84,6 +100,8 @@ def test_code_on_a_page_prints_the_text_under_it(page, monkeypatch, request):
     monkeypatch.chdir(folder)
     if page == TRANSFORMERS:
         _save_classifiers(folder, request.getfixturevalue("make_base")("llama").config)
+    if page == EMBED:
+        _save_embedder(folder, request.getfixturevalue("make_base")("llama").model)
     _, printed, expected = run(page)
     assert printed == expected
 

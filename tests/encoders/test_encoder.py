@@ -1,0 +1,232 @@
+"""Every text of an embedder or reranker gets what PEFT computes with its adapter alone."""
+
+import warnings
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+from lora_backends import InvalidInputError, UnsupportedInputError
+from lora_backends.sentence_transformers import MultiLoRAEncoder
+
+WORDS = "the a cat dog sat ran on mat fast slow big small red blue sky sea tree".split()
+TEXTS = [" ".join(WORDS[i % 5 : i % 5 + 1 + (7 * i) % 11]) for i in range(9)]
+ADAPTERS = ["law", None, "news", "law", "news", None, "news", "law", "law"]
+BLEND = {"law": 0.5, "news": -1.5}
+SIZES = {
+    "vocab_size": 5 + len(WORDS), "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64,
+}  # fmt: skip
+TOLERANCE = 2e-5  # of the largest value, float32
+BASES = {
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
+    "qwen3": lambda: transformers.Qwen3Model(
+        transformers.Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8, pad_token_id=0)
+    ),
+    "masked": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    "classifier": lambda: transformers.BertForSequenceClassification(
+        transformers.BertConfig(**SIZES, num_labels=1)
+    ),
+}
+TARGETS = {"qwen3": ["q_proj", "o_proj", "up_proj"]}
+OTHERS = ["query", "value", "output.dense"]
+
+
+def peft_of(base, name, i):
+    options = {"modules_to_save": ["classifier"], "task_type": "SEQ_CLS"}
+    config = peft.LoraConfig(
+        r=2 + 2 * i, target_modules=TARGETS.get(name, OTHERS),
+        **(options if name == "classifier" else {}),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(i)
+    for path, parameter in model.named_parameters():
+        if "lora_" in path or "modules_to_save" in path:
+            parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return the folder of each base model with its tokenizer, and of its adapters."""
+    root, found = tmp_path_factory.mktemp("encoders"), {}
+    vocabulary = root / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    tokenizer = transformers.BertTokenizerFast(vocab_file=str(vocabulary))
+    for name, make in BASES.items():
+        torch.manual_seed(3)
+        make().save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+        for i, adapter in enumerate(["law", "news"]):
+            torch.manual_seed(3)
+            peft_of(make(), name, i).save_pretrained(root / f"{name}-{adapter}")
+        found[name] = root / name
+    return found
+
+
+def embedder(folder):
+    return SentenceTransformer(
+        modules=[Transformer(str(folder)), Pooling(16, pooling_mode="mean")], device="cpu",
+        prompts={"query": "the red cat"},
+    )  # fmt: skip
+
+
+def made(name, saved):
+    folder = str(saved[name])
+    if name == "classifier":
+        return CrossEncoder(folder, device="cpu")
+    return SparseEncoder(folder, device="cpu") if name == "masked" else embedder(folder)
+
+
+@pytest.fixture
+def make(saved):
+    """Return a function that makes an encoder, with adapters, and a function that detaches all."""
+    open_ = []
+
+    def wrapped(name, **options):
+        encoder = MultiLoRAEncoder(made(name, saved), backend="torch_ref", max_rank=4, **options)
+        open_.append(encoder)
+        for adapter in ("law", "news"):
+            encoder.load_adapter(adapter, f"{saved[name]}-{adapter}")
+        return encoder
+
+    yield wrapped
+    for encoder in open_:
+        encoder.detach()
+
+
+@pytest.fixture(scope="module")
+def alone(saved):
+    """Return a function that runs an encoder with one adapter, by PEFT."""
+    encoders = {}
+
+    def run(name, adapter, call):
+        if (name, adapter) not in encoders:
+            encoder = made(name, saved)
+            if adapter is not None:
+                path = f"{saved[name]}-{adapter}"
+                tuned = peft.PeftModel.from_pretrained(encoder[0].model, path)
+                if name == "classifier":
+                    encoder[0].model = tuned.base_model.model
+            encoders[name, adapter] = encoder
+        return call(encoders[name, adapter])
+
+    return run
+
+
+def dense(values):
+    values = [v.to_dense() if getattr(v, "is_sparse", False) else v for v in values]
+    return np.stack([np.asarray(v) for v in values])
+
+
+def check(found, name, call, alone, adapters=ADAPTERS):
+    found = dense(found)
+    for row, adapter in enumerate(adapters):
+        wanted = dense(alone(name, adapter, call))
+        bound = TOLERANCE * max(1.0, abs(wanted).max())
+        assert abs(found[row] - wanted[row]).max() <= bound, (row, adapter)
+        for other in {"law", "news", None} - {adapter}:
+            assert abs(found[row] - dense(alone(name, other, call))[row]).max() > 4 * bound
+
+
+@pytest.mark.parametrize("batch_size", [2, 32])
+@pytest.mark.parametrize("name", ["bert", "qwen3", "masked"])
+def test_every_text_is_embedded_with_its_own_adapter(make, alone, name, batch_size):
+    options = {"batch_size": batch_size}
+    found = make(name).encode(TEXTS, adapters=ADAPTERS, **options)
+    check(found, name, lambda encoder: encoder.encode(TEXTS, **options), alone)
+
+
+def test_queries_take_their_prompt_and_documents_theirs(make, alone):
+    encoder = make("bert")
+    found = encoder.encode_query(TEXTS, adapters=ADAPTERS)
+    check(found, "bert", lambda e: e.encode_query(TEXTS), alone)
+    plain = encoder.encode_document(tuple(TEXTS), adapters=ADAPTERS, convert_to_tensor=True)
+    assert abs(np.asarray(plain) - found).max() > 0.01
+    check(plain, "bert", lambda e: e.encode_document(TEXTS), alone)
+
+
+def test_pairs_are_scored_with_their_own_adapter_and_head(make, alone):
+    encoder, pairs = make("classifier"), [["the red cat", text] for text in TEXTS]
+    check(
+        encoder.predict(pairs, adapters=ADAPTERS), "classifier", lambda e: e.predict(pairs), alone
+    )
+    ranked = encoder.rank("the red cat", TEXTS, adapters=ADAPTERS, return_documents=True)
+    scores = {row["corpus_id"]: row["score"] for row in ranked}
+    check([scores[i] for i in range(9)], "classifier", lambda e: e.predict(pairs), alone)
+    assert all(
+        type(row["text"]) is str and row["text"] == TEXTS[row["corpus_id"]] for row in ranked
+    )
+    one = encoder.predict(tuple(pairs[0]), adapters="law")
+    assert one == pytest.approx(scores[0], abs=TOLERANCE)
+
+
+def test_one_text_one_adapter_for_all_and_a_blend(make):
+    encoder = make("bert")
+    all_ = encoder.encode(TEXTS, adapters="law")
+    assert np.allclose(encoder.encode(TEXTS[3], adapters="law"), all_[3], atol=TOLERANCE)
+    assert np.allclose(encoder.encode(np.array(TEXTS), adapters=["law"] * 9), all_, atol=TOLERANCE)
+    blended = encoder.encode(TEXTS, adapters=[BLEND, *ADAPTERS[1:]])
+    assert abs(blended[0] - all_[0]).max() > 0.01
+    inputs = encoder.encoder.preprocess([TEXTS[0]])
+    ids = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+    hidden = encoder.lora(adapters=[BLEND], **ids).last_hidden_state[0]
+    assert np.allclose(blended[0], hidden.mean(0), atol=TOLERANCE)
+    assert len(encoder.encode([], adapters=[])) == 0
+
+
+def test_without_the_wrapper_the_encoder_is_as_it_was(make, saved):
+    encoder = make("bert")
+    before = embedder(saved["bert"]).encode(TEXTS)
+    assert np.array_equal(encoder.encoder.encode(TEXTS), before)
+    encoder.encode(TEXTS, adapters=ADAPTERS)
+    assert np.array_equal(encoder.encoder.encode(TEXTS), before)
+    plain = encoder.detach()
+    assert np.array_equal(plain.encode(TEXTS), before)
+    assert "preprocess" not in vars(plain) and "forward" not in vars(plain[0].model)
+
+
+def test_what_is_refused(make, saved):
+    encoder = make("bert")
+    for adapters in (["law"], [None] * 8, 3):
+        with pytest.raises(InvalidInputError, match="entries for 9 texts"):
+            encoder.encode(TEXTS, adapters=adapters)
+    with pytest.raises(InvalidInputError, match="lawn"):
+        encoder.encode(TEXTS, adapters="lawn")
+    with pytest.raises(UnsupportedInputError, match="adapters go with texts"):
+        encoder.encode([np.zeros((3, 4, 4))], adapters="law")
+    with pytest.raises(UnsupportedInputError, match="pool"):
+        encoder.encode(TEXTS, adapters="law", device=["cpu", "cpu"])
+    with pytest.raises(UnsupportedInputError, match="no predict"):
+        encoder.predict([TEXTS[:2]], adapters="law")
+    with pytest.raises(InvalidInputError, match="no model of sentence-transformers"):
+        MultiLoRAEncoder(torch.nn.Linear(2, 2))
+    assert np.isfinite(encoder.encode(TEXTS, adapters=ADAPTERS)).all()
+
+
+def test_an_encoder_with_two_models_is_refused(saved):
+    from sentence_transformers.sentence_transformer.modules import Router
+
+    parts = [[Transformer(str(saved["bert"]))] for _ in range(2)]
+    router = Router.for_query_document(query_modules=parts[0], document_modules=parts[1])
+    model = SentenceTransformer(modules=[router, Pooling(16)], device="cpu")
+    with pytest.raises(UnsupportedInputError, match="one Transformers model"):
+        MultiLoRAEncoder(model)
+    assert "preprocess" not in vars(model)
+
+
+def test_a_pass_that_no_batch_was_read_for_is_refused(make, monkeypatch):
+    encoder = make("bert")
+    features = encoder.encoder.preprocess(TEXTS[:2])
+    monkeypatch.setattr(type(encoder.encoder), "encode", lambda self, inputs: self(features))
+    with pytest.raises(UnsupportedInputError, match="no batch with adapters"):
+        encoder.encode(TEXTS[:2], adapters="law")
+    monkeypatch.setattr(type(encoder.encoder), "encode", lambda self, inputs: inputs)
+    with pytest.raises(UnsupportedInputError, match="0 of 2 texts"):
+        encoder.encode(TEXTS[:2], adapters="law")
