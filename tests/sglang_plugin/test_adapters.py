@@ -77,11 +77,66 @@ def test_modules_of_the_layer_alone_tell_whether_a_part_stands_by_itself(load):
         load(["mlp.up_proj"], [*others, "model.layers.0.mlp.gate_up_proj"])
 
 
-def test_a_weight_of_a_tower_is_refused_when_it_is_read(load):
+@pytest.fixture
+def reading(monkeypatch):
+    """Return an adapter of SGLang's class that targets the embedding alone."""
     from sglang.srt.lora.lora import LoRAAdapter
 
+    monkeypatch.setenv("LORA_BACKENDS_SGLANG", "torch_ref")
+    wrapping.wrap()
     adapter = LoRAAdapter.__new__(LoRAAdapter)
     torch.nn.Module.__init__(adapter)
     adapter.lora_backend = BackendForSGLang(2, torch.device("cpu"))
+    adapter.config = SimpleNamespace(target_modules=["embed_tokens"])
+    adapter.embedding_layers = {}
+    return adapter
+
+
+def test_lora_of_a_head_that_peft_ties_to_the_embedding_is_refused(reading):
+    reading._process_weight("base_model.model.embed_tokens.lora_embedding_A", torch.zeros(2, 6))
+    with pytest.raises(UnsupportedInputError, match="lm_head.*target_modules"):
+        reading._process_weight("base_model.model.lm_head.lora_A.weight", torch.zeros(2, 6))
+    from lora_backends.integrations.sglang.adapters import check_features
+
+    values = {"peft_type": "LORA", "target_modules": ["embed_tokens"], "ensure_weight_tying": True}
+    with pytest.raises(UnsupportedInputError, match="given: ensure_weight_tying"):
+        check_features(values, "tied")
+    check_features(values | {"target_modules": ["q_proj"]}, "no ends")
+
+
+REFUSED = {
+    "use_dora": True,
+    "bias": "all",
+    "lora_bias": True,
+    "modules_to_save": ["lm_head"],
+    "rank_pattern": {"q_proj": 3},
+    "alpha_pattern": {"q_proj": 3},
+    "target_parameters": ["mlp.experts.down_proj"],
+    "init_lora_weights": "pissa",
+    "alora_invocation_tokens": [1, 2],
+    "layer_replication": [[0, 4], [2, 5]],
+    "trainable_token_indices": [1],
+    "arrow_config": {},
+    "peft_type": "LOHA",
+    "a_new_field": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [*({key: value} for key, value in REFUSED.items())]
+    + [{"init_lora_weights": name} for name in ("olora", "lora_ga", "loftq", "corda")],
+    ids=str,
+)
+def test_features_that_sglang_ignores_are_refused_by_name(values):
+    from lora_backends.integrations.sglang.adapters import check_features
+
+    plain = {"peft_type": "LORA", "target_modules": ["q_proj", "v_proj"], "r": 2, "lora_alpha": 4}
+    check_features(plain, "plain")
+    with pytest.raises(UnsupportedInputError, match=next(iter(values))):
+        check_features(plain | values, "refused")
+
+
+def test_a_weight_of_a_tower_is_refused_when_it_is_read(reading):
     with pytest.raises(UnsupportedInputError, match="vision_tower"):
-        adapter._process_weight("vision_tower.layers.0.q_proj.lora_A.weight", torch.zeros(1))
+        reading._process_weight("vision_tower.layers.0.q_proj.lora_A.weight", torch.zeros(1))

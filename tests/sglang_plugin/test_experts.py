@@ -139,3 +139,10 @@ def test_runners_without_hooks_are_refused(runner, is_known):
     assert reason == "" if is_known else runner in reason
     module.moe_runner_config = SimpleNamespace(apply_router_weight_on_input=True)
     assert "router" in experts.not_supported_reason(module)
+    module.moe_runner_config = SimpleNamespace(no_combine=True)
+    assert "not summed" in experts.not_supported_reason(module)
+    module._uses_interleaved_gate_up = True  # SGLang's guess from the activation
+    module.moe_runner_config = SimpleNamespace(gate_up_interleaved=True)
+    assert experts.not_supported_reason(module) == reason
+    module.moe_runner_config = SimpleNamespace(gate_up_interleaved=False)
+    assert "interleave" in experts.not_supported_reason(module)

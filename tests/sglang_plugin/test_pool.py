@@ -132,3 +132,18 @@ def test_layers_that_the_backend_does_not_run_are_refused_by_name(name, kind, na
     manager = SimpleNamespace(lora_modules=[{name: module}], memory_pool=None)
     with pytest.raises(UnsupportedInputError, match=named):
         of_plugin.adopt(manager)
+
+
+def test_layers_of_an_encoder_take_no_lora_of_the_language_model(pool):
+    layers = {
+        name: type("QKVParallelLinearWithLoRA", (), {})()
+        for name in (
+            "vision_tower.vision_model.encoder.layers.0.self_attn.qkv_proj",
+            "language_model.model.layers.0.self_attn.qkv_proj",
+        )
+    }
+    tower, language = layers
+    seen = []
+    backend = SimpleNamespace(adopt=lambda _, modules: seen.extend(modules))
+    of_plugin.adopt(SimpleNamespace(lora_modules=[layers], memory_pool=pool, lora_backend=backend))
+    assert list(layers) == [language] and seen == [layers[language]]

@@ -44,6 +44,10 @@ def test_older_versions_are_refused_by_their_number(version):
         ("enable_layernorm_sp", True),
         ("enable_prefill_cp", True),
         ("enable_torch_compile", True),
+        ("enable_fused_moe_sum_all_reduce", True),
+        ("enable_eplb", True),
+        ("ep_num_redundant_experts", 4),
+        ("init_expert_location", "experts.json"),
         ("attn_dp_size", 2),
         ("attn_cp_size", 2),
         ("pp_size", 2),
@@ -53,7 +57,9 @@ def test_older_versions_are_refused_by_their_number(version):
 )
 def test_settings_under_which_rows_would_be_wrong_are_refused(setting, value):
     check_settings(None)
-    check_settings(SimpleNamespace(moe_a2a_backend="none", moe_runner_backend="auto"))
+    defaults = {"moe_a2a_backend": "none", "moe_runner_backend": "auto"}
+    defaults |= {"ep_num_redundant_experts": 0, "init_expert_location": "trivial"}
+    check_settings(SimpleNamespace(**defaults))
     with pytest.raises(UnsupportedInputError, match=f"given: {setting}"):
         check_settings(SimpleNamespace(**{setting: value}))
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.adapters.peft.config import checked_config
+from lora_backends.adapters.peft.module_rules import ties_targets
 from lora_backends.errors import UnsupportedInputError, shown
 from lora_backends.integrations.sglang import places
 from lora_backends.integrations.sglang.backend import BackendForSGLang
@@ -58,6 +60,8 @@ def check_features(values: dict[str, Any], name: str) -> None:
         for field in ("rank_pattern", "alpha_pattern", "lora_bias", "use_dora", "target_parameters")
         if getattr(config, field)
     ]
+    if ties_targets(config, Path(name), LoadLimits()):
+        refused.append("ensure_weight_tying")
     if refused:
         raise UnsupportedInputError(
             f"SGLang does not serve these features of adapter {shown(name)}\n"
@@ -75,10 +79,13 @@ def check_name(
     Raises:
         UnsupportedInputError: such a weight.
     """
-    if isinstance(adapter.lora_backend, BackendForSGLang):
-        places.check_name(name)
-        places.check_copy(name, loaded_weight, getattr(adapter, "base_model", None))
-    return original(adapter, name, loaded_weight)
+    if not isinstance(adapter.lora_backend, BackendForSGLang):
+        return original(adapter, name, loaded_weight)
+    places.check_name(name)
+    places.check_copy(name, loaded_weight, getattr(adapter, "base_model", None))
+    done = original(adapter, name, loaded_weight)
+    places.check_taken(name, adapter.embedding_layers)
+    return done
 
 
 def check_weights(original: Callable[..., Any], adapter: Any, *args: Any, **kwargs: Any) -> Any:

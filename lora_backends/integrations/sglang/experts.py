@@ -33,6 +33,11 @@ def not_supported_reason(module: Any) -> str:
     config = getattr(module, "moe_runner_config", None)
     if getattr(config, "apply_router_weight_on_input", False):
         return "the router weights the experts' input"
+    if getattr(config, "no_combine", False):
+        return "its experts are not summed, so SGLang would lose the LoRA of down"
+    interleaved = getattr(module, "_uses_interleaved_gate_up", False)
+    if interleaved and not getattr(config, "gate_up_interleaved", True):
+        return "SGLang would interleave B of gate and up, whose outputs are not"
     if known and hasattr(module, "_lora_runner"):
         return ""
     return f"experts of the runner {getattr(runner, 'value', runner)} have no hooks for LoRA"

@@ -1,13 +1,15 @@
 """Each weight of an adapter has a place in SGLang's pool, or the adapter is refused when it loads.
 
 SGLang looks for a weight's place when its adapter first enters a slot. A weight without one then
-ends the server, and a weight whose layer has no such module is left out without an error.
+ends the server, a weight whose layer has no such module is left out without an error, and of a
+weight that is too wide each process takes the part where its own should be.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ _HALF = re.compile(r"^(.+)\.lora_(?:embedding_)?([AB])(?:\.|$)")
 _LAYER = re.compile(r"layers\.\d+\.")  # as SGLang finds the number of a layer
 _TOWER = re.compile(r"vision|visual|image|audio|speech")
 _EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)")
-_NUMBERED = re.compile(r"experts\.\d+\.")
+_NUMBERED = re.compile(r"experts\.(\d+)\.")
 _ENDS = ("embed_tokens", "lm_head", "unembed_tokens", "input_embeddings", "output_embeddings")
 
 
@@ -65,58 +67,192 @@ def check_copy(name: str, weight: torch.Tensor, model: torch.nn.Module | None) -
         raise _refused(name, "it is not LoRA, and not equal to the base model's")
 
 
+def check_taken(name: str, taken: Mapping[str, Any]) -> None:
+    """Refuse LoRA of an embedding or a head that SGLang has read past.
+
+    Args:
+        name: of the weight in the file.
+        taken: what SGLang has kept of embedding and head.
+
+    Raises:
+        UnsupportedInputError: the adapter's configuration does not target the embedding or head.
+            PEFT leaves a head out of it that it ties to the embedding.
+    """
+    if _LAYER.search(name) or _HALF.match(name) is None:
+        return
+    if name.replace("unembed_tokens", "lm_head") not in taken:
+        raise _refused(name, "SGLang leaves it out: target_modules of the adapter do not name it")
+
+
 def is_tower(path: str) -> bool:
     """Return whether a path in front of ``layers.`` names an encoder beside the language model."""
     return _TOWER.search(path) is not None
 
 
-def check_places(pool: Any, modules: Sequence[Mapping[str, Any]], adapter: Any) -> None:
-    """Refuse an adapter with a weight that has no place of its own, or another shape.
+@dataclass(eq=False)
+class Places:
+    """The places of an engine.
 
     Args:
         pool: SGLang's `LoRAMemoryPool`.
         modules: by layer, LoRA layers by name.
-        adapter: a `LoRAAdapter` with normalized weights.
-
-    Raises:
-        UnsupportedInputError: the first such weight.
+        ends: the LoRA layers of ``embed_tokens`` and ``lm_head``, or None.
     """
-    for name in adapter.embedding_layers:
-        if not any(
-            end in name and end in pool.target_modules for end in ("embed_tokens", "lm_head")
-        ):
-            raise _refused(name, f"--lora-target-modules are {sorted(pool.target_modules)}")
-    for number, layer in enumerate(adapter.layers):
+
+    pool: Any
+    modules: Sequence[Mapping[str, Any]]
+    ends: Mapping[str, Any]
+
+    def check(self, adapter: Any) -> None:
+        """Refuse an adapter with a weight that has no place of its own, or another shape.
+
+        Args:
+            adapter: a `LoRAAdapter` with normalized weights.
+
+        Raises:
+            UnsupportedInputError: the first such weight.
+        """
+        rank = adapter.config.r
+        self._check_ends(adapter.embedding_layers, rank)
+        for number, layer in enumerate(adapter.layers):
+            self._check_layer(number, layer.weights, rank)
+
+    def _check_ends(self, weights: Mapping[str, torch.Tensor], rank: int) -> None:
+        halves: dict[str, str] = {}
+        for name, weight in weights.items():
+            end = _target_of_end(name)
+            if end not in self.pool.target_modules:
+                raise _refused(name, self._targets())
+            match = _HALF.match(name)
+            if match is None:  # the base model's own, see `check_copy`
+                continue
+            if self.ends.get(end) is None:
+                raise _refused(name, f"this model has no LoRA on {end}")
+            half, vocabulary = match[2], self.pool.base_hf_config.vocab_size
+            if end == "embed_tokens":
+                inputs, outputs = vocabulary, self.pool.embedding_B_buffer[end].shape[1]
+            else:  # B in the pool may be a process's part
+                inputs, outputs = self.pool.lm_head_A_buffer[end].shape[2], vocabulary
+            wanted = (rank, inputs) if half == "A" else (outputs, rank)
+            _check_shape(name, weight, wanted)
+            _note_half(halves, end, half, name)
+        _check_halves(halves, "")
+
+    def _check_layer(self, number: int, weights: Mapping[str, torch.Tensor], rank: int) -> None:
         halves: dict[str, str] = {}  # of each place
-        for name, weight in layer.weights.items():
+        for name, weight in weights.items():
             match = _HALF.match(name)
             if match is None:
                 raise _refused(name, "it is neither A nor B of LoRA")
             path, half = match.groups()
-            target = _target(path, pool.target_modules)
+            target = _target(path, self.pool.target_modules)
             if target is None:
-                raise _refused(
-                    name, f"--lora-target-modules are {sorted(pool.target_modules)}, once fused"
-                )
+                raise _refused(name, f"{self._targets()}, once fused")
             is_expert = _EXPERTS.search(path) is not None
-            if not any(
-                _takes(place, module, target, is_expert)
-                for place, module in modules[number].items()
-            ):
-                raise _refused(name, "this layer of the model has no LoRA there")
+            module = self._module(number, target, name, is_expert)
+            if is_expert:
+                self._check_expert(number, target, half, name, weight, rank, module)
+            elif _NUMBERED.search(path):
+                raise _refused(name, "the experts of this model that are shared have no numbers")
+            else:
+                wanted = self._shape(number, target, half, rank, module)
+                _check_shape(name, weight, wanted)
             place = _LAYER.split(path)[-1] if is_expert else target
-            if half in halves.setdefault(place, ""):
-                raise _refused(name, f"another weight is {half} of the same {target}")
-            halves[place] += half
-            if is_expert and not _NUMBERED.search(path) and weight.dim() != 3:
-                raise _refused(
-                    name, "it has neither the number of an expert nor an axis of experts"
-                )
-            if not is_expert:
-                _check_shape(pool, number, target, half, name, weight, adapter.config.r)
-        for place, found in halves.items():
-            if len(found) != 2:
-                raise _refused(f"{place} of layer {number}", f"it has {found} alone")
+            _note_half(halves, place, half, name)
+        _check_halves(halves, f" of layer {number}")
+
+    def _module(self, number: int, target: str, name: str, is_expert: bool) -> Any:
+        """Return the one LoRA layer that takes a weight."""
+        taking = {
+            place: module
+            for place, module in self.modules[number].items()
+            if (
+                hasattr(module, "slice_moe_lora_a_weights")
+                if is_expert
+                else f".{place}".endswith(f".{target}")
+            )
+        }
+        if not taking:
+            raise _refused(name, "this layer of the model has no LoRA there")
+        if len(taking) > 1:  # SGLang would add it to each
+            raise _refused(name, f"{len(taking)} modules share it: {', '.join(sorted(taking))}")
+        (module,) = taking.values()
+        return module
+
+    def _shape(
+        self, number: int, target: str, half: str, rank: int, module: Any
+    ) -> tuple[int, int]:
+        """Return the shape of a weight of all processes together."""
+        a, b = self.pool.A_buffer[target][number], self.pool.B_buffer[target][number]
+        num_slices = a.shape[1] // self.pool.max_lora_rank
+        is_split = self.pool.tp_size > 1
+        if half == "A":
+            return num_slices * rank, module.base_layer.input_size if is_split else a.shape[2]
+        return _outputs(module.base_layer, num_slices) if is_split else b.shape[1], rank
+
+    def _check_expert(
+        self,
+        number: int,
+        target: str,
+        half: str,
+        name: str,
+        weight: torch.Tensor,
+        rank: int,
+        module: Any,
+    ) -> None:
+        a, b = (of[f"{target}_moe"][number] for of in (self.pool.A_buffer, self.pool.B_buffer))
+        experts = max(a.shape[1], b.shape[1])  # else one for all
+        is_shared = (a if half == "A" else b).shape[1] < experts
+        if getattr(self.pool, "moe_use_local_expert_ids", False):
+            experts *= self.pool.moe_ep_size
+        # the experts' inner width is split
+        is_split = target.startswith("down" if half == "A" else "gate_up")
+        parts = getattr(module, "tp_size", 1) if is_split else 1
+        num_slices = a.shape[2] // self.pool.max_lora_rank
+        wanted = num_slices * rank, a.shape[3] * parts
+        if half == "B":
+            wanted = b.shape[2] * parts, rank
+        match = _NUMBERED.search(name)
+        if match is None:
+            _check_shape(name, weight, (1 if is_shared else experts, *wanted))
+        elif is_shared:
+            raise _refused(name, "one weight serves all experts, so it needs an axis of experts")
+        elif int(match[1]) >= experts:
+            raise _refused(name, f"the model has experts 0 to {experts - 1}")
+        else:
+            _check_shape(name, weight, wanted)
+
+    def _targets(self) -> str:
+        return f"--lora-target-modules are {sorted(self.pool.target_modules)}"
+
+
+def _outputs(base: Any, num_slices: int) -> int:
+    """Return the output columns of a base layer on all processes together that take LoRA."""
+    if hasattr(base, "inkling_d_rel"):  # its keys and values may be on several processes
+        heads, kv = base.inkling_num_heads, base.inkling_num_kv_heads
+        return int(base.inkling_head_dim * (heads + 2 * kv) + base.inkling_d_rel * heads)
+    if hasattr(base, "total_num_kv_heads"):  # likewise
+        return int((base.total_num_heads + 2 * base.total_num_kv_heads) * base.head_size)
+    if hasattr(base, "output_sizes"):
+        return sum(base.output_sizes[:num_slices])
+    return int(base.output_size)
+
+
+def _target_of_end(name: str) -> str:
+    # as SGLang tells them apart
+    return "embed_tokens" if "embed_tokens" in name else "lm_head"
+
+
+def _note_half(halves: dict[str, str], place: str, half: str, name: str) -> None:
+    if half in halves.setdefault(place, ""):
+        raise _refused(name, f"another weight is {half} of the same {place}")
+    halves[place] += half
+
+
+def _check_halves(halves: Mapping[str, str], where: str) -> None:
+    for place, found in halves.items():
+        if len(found) != 2:
+            raise _refused(f"{place}{where}", f"it has {found} alone")
 
 
 def _target(path: str, targets: set[str]) -> str | None:
@@ -130,31 +266,21 @@ def _target(path: str, targets: set[str]) -> str | None:
     return longest if longest in ends else None
 
 
-def _takes(place: str, module: Any, target: str, is_expert: bool) -> bool:
-    if is_expert:
-        return hasattr(module, "slice_moe_lora_a_weights")
-    return f".{place}".endswith(f".{target}")
+def _check_shape(name: str, weight: torch.Tensor, wanted: tuple[int, ...]) -> None:
+    if tuple(weight.shape) != wanted:
+        raise _refused(name, f"its shape is {tuple(weight.shape)}", f"{wanted} in this model")
 
 
-def _check_shape(
-    pool: Any, number: int, target: str, half: str, name: str, weight: Any, rank: int
-) -> None:
-    stack = (pool.A_buffer if half == "A" else pool.B_buffer)[target][number]
-    if half == "A":
-        wanted = rank * (stack.shape[1] // pool.max_lora_rank), stack.shape[2]
-    else:
-        wanted = stack.shape[1], rank
-    of_rank = 0 if half == "A" else 1
-    # the other axis may be split over processes
-    axes = (0, 1) if pool.tp_size == 1 else (of_rank,)
-    if weight.dim() != 2 or any(weight.shape[axis] != wanted[axis] for axis in axes):
-        raise _refused(name, f"its shape is {tuple(weight.shape)}, not {wanted}")
-
-
-def _refused(name: str, reason: str) -> UnsupportedInputError:
+def _refused(name: str, reason: str, allowed: str = "") -> UnsupportedInputError:
+    to_do = (
+        "check that the adapter belongs to this model, and that each weight has the rank r of its "
+        "adapter_config.json"
+        if allowed
+        else "train the adapter without it, or start SGLang with --lora-target-modules that hold it"
+    )
     return UnsupportedInputError(
         f"SGLang cannot serve a weight of an adapter\n"
         f"  given: {shown(name)}: {reason}\n"
-        f"  to do: train the adapter without it, or start SGLang with --lora-target-modules that "
-        f"hold it"
+        + (f"  allowed: {allowed}\n" if allowed else "")
+        + f"  to do: {to_do}"
     )

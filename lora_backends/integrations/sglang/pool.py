@@ -54,10 +54,15 @@ def adopt(manager: Any) -> None:
             weight without a place.
     """
     for modules in manager.lora_modules:
+        leave_towers(modules)
         for name, module in modules.items():
             _check_module(name, module)
     pool = manager.memory_pool
-    check = functools.partial(places.check_places, pool, manager.lora_modules)
+    ends = {
+        "embed_tokens": getattr(manager, "embed_tokens_module", None),
+        "lm_head": getattr(manager, "lm_head_module", None),
+    }
+    check = places.Places(pool, manager.lora_modules, ends).check
     for adapter in getattr(manager, "loras", {}).values():
         check(adapter)  # of --lora-paths, which SGLang reads first
     load = pool.load_lora_weight_to_buffer
@@ -79,6 +84,17 @@ def adopt(manager: Any) -> None:
 def modules_of(manager: Any) -> list[Any]:
     """Return the LoRA layers of a manager's model, without embedding and head."""
     return [module for modules in manager.lora_modules for module in modules.values()]
+
+
+def leave_towers(modules: dict[str, Any]) -> None:
+    """Leave LoRA out of the layers of encoders, which `places.check_name` lets no adapter have.
+
+    SGLang would add the LoRA of the language model's layer of the same number. A layer that is not
+    in its list gets no stacks, and runs its base layer alone.
+    """
+    for name in list(modules):
+        if places.is_tower(name.partition("layers.")[0]):
+            del modules[name]
 
 
 def clear_ends(pool: Any, slot: int) -> None:

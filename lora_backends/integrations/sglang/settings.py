@@ -37,7 +37,8 @@ def check_settings(arguments: Any) -> None:
         arguments: SGLang's `ServerArgs`, or None.
 
     Raises:
-        UnsupportedInputError: such a setting, or one under which SGLang runs the experts' LoRA.
+        UnsupportedInputError: such a setting, or one under which SGLang runs the experts' LoRA,
+            would lose it, or would take that of other experts.
     """
     refused = [name for name, is_set in _settings(arguments) if is_set]
     if refused:
@@ -60,8 +61,13 @@ def _settings(arguments: Any) -> list[tuple[str, bool]]:
         "enable_layernorm_sp",
         "enable_prefill_cp",
         "enable_torch_compile",  # tracing would keep the first batch's plan
+        "enable_fused_moe_sum_all_reduce",  # sums the experts before the LoRA of down is added
+        "enable_eplb",  # moves experts, but not their LoRA
     )
     found = [(name, bool(value(name, False))) for name in switches]
+    found.append(("ep_num_redundant_experts above 0", (value("ep_num_redundant_experts") or 0) > 0))
+    placed = value("init_expert_location") or "trivial"
+    found.append((f"init_expert_location={placed}", placed != "trivial"))
     for name in ("attn_dp_size", "attn_cp_size", "pp_size"):
         found.append((f"{name} above 1", (value(name, 1) or 1) > 1))
     exchange = value("moe_a2a_backend") or "none"
