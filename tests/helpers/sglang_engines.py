@@ -6,8 +6,8 @@ This module is imported by the processes of an engine, too: it imports neither t
 import asyncio
 import json
 
-VOCAB, HIDDEN, LAYERS = 256, 128, 2
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+from helpers.peft_models import LAYERS, LINEAR
+
 ENDS = ["embed_tokens", "lm_head"]
 ADAPTERS = {
     "all": dict(r=8, lora_alpha=16, target_modules=LINEAR),
@@ -21,34 +21,12 @@ ADAPTERS = {
     "layer": dict(r=6, lora_alpha=12, target_modules=LINEAR, layers_to_transform=[1]),
 }
 """Ranks up to the engine's highest, so that slots are reloaded with larger and smaller ones."""
-PROMPTS = [[(13 * row + 7 * i * i + i) % (VOCAB - 8) + 4 for i in range(40)] for row in range(8)]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 EXPERTS, WIDE = 4, 64
 MOE_ADAPTERS = {"four": 4, "two": 2}
 MOE_TARGETS = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
 SCALING = 3
-
-
-def save_adapter(model, adapter, folder, config, seed):
-    """Save a random PEFT adapter for a model in a folder."""
-    import warnings
-
-    import peft
-    import torch
-    import transformers
-
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        of_peft = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **config))
-        generator = torch.Generator().manual_seed(seed)
-        for path, parameter in of_peft.named_parameters():
-            if "lora_" in path:
-                values = torch.randn(parameter.shape, generator=generator)
-                parameter.data.copy_(0.15 * values)
-        of_peft.save_pretrained(folder / adapter, save_embedding_layers=False)
-    return folder / adapter
 
 
 def save_moe_adapter(folder, rank, seed):
@@ -100,23 +78,6 @@ def merge(model, folder):
     return model
 
 
-def greedy_tokens(model, prompt, length):
-    """Return the greedy tokens of Transformers' model, or PEFT's."""
-    import torch
-
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length,
-            min_new_tokens=length,
-            do_sample=False,
-            pad_token_id=0,
-        )
-    return out[0, len(prompt) :].tolist()
-
-
 class Engine:
     """A real engine in processes of its own, with one adapter, or None, per prompt."""
 
@@ -155,6 +116,9 @@ class Engine:
 
     def load(self, name, folder):
         return self.engine.load_lora_adapter(name, str(folder))
+
+    def load_from_memory(self, name, tensors, config):
+        return self.engine.load_lora_adapter_from_tensors(name, tensors, config)
 
     def unload(self, name):
         return self.engine.unload_lora_adapter(name)

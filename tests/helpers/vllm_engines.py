@@ -3,7 +3,8 @@
 import json
 import os
 import sys
-import warnings
+
+from helpers.peft_models import LAYERS, LINEAR
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
@@ -15,8 +16,6 @@ SETTINGS = {
 for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)
 
-VOCAB, HIDDEN, LAYERS = 256, 128, 2
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EVEN = {f"model.layers.{layer}.mlp.down_proj": 4 for layer in range(LAYERS)}
 ADAPTERS = {
     "all": dict(r=8, lora_alpha=16, target_modules=LINEAR),
@@ -67,59 +66,6 @@ BOTH = [None, "all", "some", "uneven", "ends", "bias", "pissa", "tokens"]
 LIVE = {"plain": ["all", "dora"], "sharded": ["all", "uneven"]}
 """Adapters that are versions of a live one, on two processes."""
 PARALLEL = {"plain": [*BOTH[1:], "dora"], "sharded": BOTH}  # adapters of the rows of two processes
-PROMPTS = [[(13 * row + 7 * i * i + i) % (VOCAB - 8) + 4 for i in range(40)] for row in range(8)]
-
-
-def save_tiny(folder, **options):
-    """Save a random Llama, small enough to be quick, and return its folder."""
-    import torch
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=192,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.15,
-        eos_token_id=1,
-        bos_token_id=0,
-        dtype="float32",
-        **{"tie_word_embeddings": False, "attention_bias": True, **options},
-    )
-    torch.manual_seed(7)
-    model = transformers.LlamaForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
-def save_adapter(folder, base, seed, **options):
-    """Save a random adapter of PEFT for the model in a folder, and return its own."""
-    import peft
-    import torch
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    starts_from_base = isinstance(options.get("init_lora_weights"), str)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
-        for path, parameter in model.named_parameters():
-            change = torch.randn(parameter.shape, generator=generator)
-            if "lora_magnitude" in path:
-                parameter.data.mul_(1 + 0.2 * change)
-            elif "trainable_tokens" in path or ("lora_" in path and starts_from_base):
-                parameter.data.add_(0.15 * change)
-            elif "lora_" in path:
-                parameter.data.copy_(0.15 * change)
-        model.save_pretrained(folder, save_embedding_layers=False)
-    return folder
 
 
 def live_version(folder):

@@ -2,16 +2,14 @@
 
 import gc
 import importlib.util
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.vllm_engines import ADAPTERS, KINDS, Engine, save_adapter, save_tiny
+from helpers.peft_models import PeftAnswers, save_adapter, save_tiny, smollm2_in
+from helpers.vllm_engines import ADAPTERS, KINDS, Engine
 from helpers.vllm_layers import IDS, INDEX_TO_ID, SLOTS, WIDTH, mapping
 
-ROOT = Path(__file__).parents[2]
 if (
     importlib.util.find_spec("vllm") is None
 ):  # run by `make test-vllm`, in an environment of its own
@@ -21,7 +19,7 @@ if (
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Return the folder of a random Llama."""
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
+    return save_tiny(tmp_path_factory.mktemp("tiny"), attention_bias=True)
 
 
 @pytest.fixture(scope="session")
@@ -38,33 +36,7 @@ def adapters(tiny, tmp_path_factory):
 @pytest.fixture(scope="session")
 def peft_tokens(tiny, adapters):
     """Return a function: the greedy tokens of PEFT for a prompt, an adapter and a length."""
-    import peft
-    import transformers
-
-    def load():
-        return transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
-
-    models, answers = {None: load()}, {}
-
-    def tokens(prompt, name, length):
-        key = tuple(prompt), name, length
-        if key not in answers:
-            if name not in models:
-                models[name] = peft.PeftModel.from_pretrained(load(), adapters[name]).eval()
-            ids = torch.tensor([prompt])
-            with torch.no_grad():
-                out = models[name].generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=length,
-                    min_new_tokens=length,
-                    do_sample=False,
-                    pad_token_id=0,
-                )
-            answers[key] = out[0, len(prompt) :].tolist()
-        return answers[key]
-
-    return tokens
+    return PeftAnswers(tiny, adapters).tokens
 
 
 @pytest.fixture
@@ -108,8 +80,5 @@ def make_engine(tiny, adapters):
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """Return the folder of SmolLM2 as safetensors, which `make test-vllm` has saved."""
-    folder = Path(os.environ.get("SMOLLM2", ROOT / ".venv-vllm" / "smollm2"))
-    if not (folder / "model.safetensors").exists():
-        pytest.skip("SmolLM2 is not saved as safetensors: run `make test-vllm`")
-    return folder
+    """Return the folder of SmolLM2, which `make test-vllm` has saved."""
+    return smollm2_in("vllm")

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from helpers.vllm_engines import HIDDEN, PROMPTS
+from helpers.peft_models import HIDDEN, PROMPTS
 
 ROWS = [None, "all", "small", "some", "all", None, "some", "small"]
 

@@ -5,15 +5,8 @@ import shutil
 
 import pytest
 import torch
-from helpers.vllm_engines import (
-    INVOCATION,
-    KINDS,
-    LAYERS,
-    LINEAR,
-    PROMPTS,
-    save_adapter,
-    save_tiny,
-)
+from helpers.peft_models import LAYERS, LINEAR, PROMPTS, save_adapter, save_tiny
+from helpers.vllm_engines import INVOCATION, KINDS
 
 from lora_backends import UnsupportedInputError
 
@@ -211,7 +204,7 @@ def test_a_blend_follows_a_part_that_is_loaded_again_and_one_that_left(
 
 
 def test_rows_of_tokens_count_at_a_tied_head_too(make_engine, tmp_path):
-    base = save_tiny(tmp_path / "tied", tie_word_embeddings=True)
+    base = save_tiny(tmp_path / "tied", tie_word_embeddings=True, attention_bias=True)
     folder = save_adapter(
         tmp_path / "rows", base, 3, trainable_token_indices=[5, 9], target_modules=["q_proj"]
     )

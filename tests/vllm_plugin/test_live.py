@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.vllm_engines import PROMPTS, live_version
+from helpers.peft_models import PROMPTS
+from helpers.vllm_engines import live_version
 
 from lora_backends.errors import (
     BackendUnavailableError,

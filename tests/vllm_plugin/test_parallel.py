@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.vllm_engines import LIVE, PARALLEL, PROMPTS
+from helpers.peft_models import PROMPTS
+from helpers.vllm_engines import LIVE, PARALLEL
 
 
 @pytest.fixture(scope="module")
