@@ -1,8 +1,9 @@
 """A step of the real SGLang: LoRA off, its own LoRA backends and this library, in turns.
 
 Run it where SGLang is installed, on one GPU: python benchmarks/run.py sglang_step
-The model has random weights, of the shape of an 8B Llama or, with --experts, of eight layers of
-Qwen3-30B-A3B. On a CPU, where `make test-sglang` makes .venv-sglang, it is SmolLM2.
+Models have random weights: one of the shape of an 8B Llama, and eight layers of Qwen3-30B-A3B. On
+a CPU, where `make test-sglang` makes .venv-sglang, they are SmolLM2 and a tiny mixture. Before it
+is timed, each engine answers, and torch_ref says whether it used the right adapters.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +32,12 @@ ON_GPU = torch.cuda.is_available()
 VOCABULARY = 32000  # four engines of 8B share a card
 QWEN3_MOE = {"hidden": 2048, "inner": 768, "layers": 8, "heads": 32, "kv_heads": 4, "head": 128}
 EXPERTS, TOP_K = 128, 8
+if not ON_GPU:
+    QWEN3_MOE = {"hidden": 64, "inner": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 16}
+    EXPERTS, TOP_K = 8, 2
+OWN = ("off", "csgmv", "triton", "torch_native")
+"""Engines without this library."""
+CHECKED = 4  # tokens of each answer: a prefill's, and then decode steps'
 WARM = 12  # tokens before the timed ones, so that prefills and start do not count
 METHOD = (
     "Engines in processes of their own on one device take turns. A decode step is the difference "
@@ -37,8 +45,11 @@ METHOD = (
     "token. Row i uses adapter i mod the number of adapters, random ones on all linear layers, or "
     "on attention and experts. ms is the median over the rounds; ratio the median of each round's "
     "ratio to the first engine, whose LoRA is off. Wall time; the first round warms up. "
-    "nearest: prompts whose log-probabilities are nearest to those of torch_ref with their own "
-    "adapter among all adapters; distance: the mean of |difference| to torch_ref."
+    "answers: greedy answers of 4 tokens before the timing, as long as they are torch_ref's: "
+    "positions compared (steps: in decode steps); nearest: those whose log-probabilities are "
+    "nearest to torch_ref's with their own adapter among all adapters; distance: the mean of "
+    "|difference| to torch_ref's. An engine of this library that is not nearest everywhere is not "
+    "timed."
 )
 
 
@@ -46,16 +57,15 @@ class Process:
     """A `sglang_worker` that runs one engine."""
 
     def __init__(self, name: str, options: dict[str, Any], adapters: dict[str, str]) -> None:
-        own = {"off": "", "csgmv": "csgmv", "triton": "triton"}
         options = dict(options)
         if name == "off":
             adapters = {}
         else:
             options |= {"enable_lora": True, "lora_paths": adapters}
-            options |= {"lora_backend": own.get(name) or ("csgmv" if ON_GPU else "torch_native")}
+            options |= {"lora_backend": name if name in OWN else OWN[1 if ON_GPU else 3]}
         if name == "torch_ref":
             options["disable_cuda_graph"] = True
-        backend = "" if name in own or name == "torch_native" else name.removeprefix("ours:")
+        backend = "" if name in OWN else name.removeprefix("ours:")
         spec = {"backend": backend, "options": options, "names": list(adapters)}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("sglang_worker.py")), json.dumps(spec)],
@@ -253,58 +263,80 @@ def engine_options(arguments: Options, model: Path) -> dict[str, Any]:
     return options
 
 
-def measure(arguments: Options, result: Result, folder: Path) -> Iterator[Row]:
-    """Build the engines, let them take turns, and yield a row per cell and contender."""
+def measure(
+    arguments: Options, result: Result, folder: Path, experts: bool, end: float
+) -> Iterator[Row]:
+    """Build the engines of one model, check their answers, and yield a row per cell and engine."""
     dtype = getattr(torch, arguments.dtype)
-    if not ON_GPU:
-        model = Path(os.environ.get("SMOLLM2", str(ROOT / ".venv-sglang" / "smollm2")))
-    else:
-        save = save_qwen3_moe if arguments.experts else save_llama
+    if experts or ON_GPU:
         print("saving the model ...", flush=True)
-        model = save(folder / "model", dtype)
+        model = (save_qwen3_moe if experts else save_llama)(folder / "model", dtype)
+    else:
+        model = Path(os.environ.get("SMOLLM2", str(ROOT / ".venv-sglang" / "smollm2")))
     adapters = {}
     for index in range(arguments.adapters):
         place = folder / f"adapter{index}"
-        if arguments.experts:
+        if experts:
             save_moe_adapter(place, arguments.rank, index, dtype)
         else:
             shape = LLAMA_8B if ON_GPU else SMOLLM2
             save_adapter(place, shape, arguments.rank, index, dtype)
         adapters[f"adapter{index}"] = str(place)
     options = engine_options(arguments, model)
+    asked = [name for name in arguments.engines if name != "off"]
+    prompts = [[(31 * row + 7 * i * i + i) % 31000 for i in range(64)] for row in range(8)]
+    names = [f"adapter{row % arguments.adapters}" for row in range(len(prompts))]
+    reference = _reference(options, adapters, prompts, names)
     print("building the engines ...", flush=True)
     processes = {name: Process(name, options, adapters) for name in arguments.engines}
     for name, process in processes.items():
         print(f"engine {name!r} is {process.answer()}", flush=True)
-    yield from _timed(processes, arguments)
-    prompts = [[(31 * row + 7 * i * i + i) % 31000 for i in range(64)] for row in range(8)]
-    names = [f"adapter{row % arguments.adapters}" for row in range(len(prompts))]
-    found = {
-        name: process.ask("logprobs", prompts=prompts, names=names)
-        for name, process in processes.items()
-        if name != "off"
-    }
+    answers = result.setdefault("answers", {})["experts" if experts else "dense"] = {}
+    for name in asked:
+        found = processes[name].ask("answers", prompts=prompts, names=names, tokens=CHECKED)
+        answers[name] = agreement(found, reference, arguments.adapters)
+        print(f"answers of {name!r}: {answers[name]}", flush=True)
+        if name not in OWN and not is_right(answers[name]):
+            processes.pop(name).close()
+    yield from _timed(processes, arguments, experts, end)
     for process in processes.values():
         process.close()
-    if arguments.check:
-        reference = Process("torch_ref", options, adapters)
-        reference.answer()
-        every = [
-            reference.ask("logprobs", prompts=prompts, names=[name] * len(prompts))
-            for name in adapters
-        ]
-        reference.close()
-        result["answers"] = {
-            name: _agreement(answers, every, arguments.adapters) for name, answers in found.items()
-        }
 
 
-def _timed(processes: dict[str, Process], arguments: Options) -> Iterator[Row]:
+def _reference(
+    options: dict[str, Any],
+    adapters: dict[str, str],
+    prompts: list[list[int]],
+    names: list[str],
+) -> dict[str, Any]:
+    """Return torch_ref's tokens, and its log-probabilities of each of them under each adapter.
+
+    It runs alone: one more engine would not fit beside those that are timed.
+    """
+    print("building the reference ...", flush=True)
+    process = Process("torch_ref", options, adapters)
+    process.answer()
+    own = process.ask("answers", prompts=prompts, names=names, tokens=CHECKED)
+    tokens = [answer["tokens"] for answer in own]
+    longer = [prompts[row] + tokens[row][:k] for k in range(CHECKED) for row in range(len(prompts))]
+    every = []  # by adapter, position and row
+    for name in adapters:
+        found = process.ask("answers", prompts=longer, names=[name] * len(longer), tokens=1)
+        tops = [answer["tops"][0] for answer in found]
+        every.append([tops[k * len(prompts) :][: len(prompts)] for k in range(CHECKED)])
+    process.close()
+    return {"tokens": tokens, "every": every}
+
+
+def _timed(
+    processes: dict[str, Process], arguments: Options, experts: bool, end: float
+) -> Iterator[Row]:
     cells = [("decode", *cell) for cell in arguments.cells] + [("prefill", 1, 1)]
     times: dict[Any, dict[str, list[float]]] = {
         cell: {name: [] for name in processes} for cell in cells
     }
     for turn in range(arguments.rounds + 1):  # the first compiles and warms up
+        began = time.monotonic()
         order = list(processes) if turn % 2 else list(processes)[::-1]
         for (step, rows, adapters), name in itertools.product(cells, order):
             work = {"rows": rows, "adapters": adapters, "prompt": arguments.prompt}
@@ -322,27 +354,39 @@ def _timed(processes: dict[str, Process], arguments: Options) -> Iterator[Row]:
             if turn:
                 times[step, rows, adapters][name].append(1e3 * found)
         print(f"round {turn} of {arguments.rounds}", flush=True)
+        if turn and 2 * time.monotonic() - began > end:  # the next round would end too late
+            break
     for (step, rows, adapters), by_name in times.items():
         base, *_ = by_name.values()
         for name, ms in by_name.items():
             row = {"step": step, "contender": name, "rows": rows, "adapters": adapters}
-            row |= {"rank": arguments.rank, "experts": arguments.experts}
+            row |= {"rank": arguments.rank, "experts": experts, "rounds": len(ms)}
             row |= {"prompt": arguments.prefill if step == "prefill" else arguments.prompt}
             yield row | middle_and_ends(ms, 3) | {"ratio": round(median_ratio(ms, base), 3)}
 
 
-def _agreement(answers: list[Any], every: list[list[Any]], adapters: int) -> dict[str, float]:
-    """Compare first tokens of each prompt with torch_ref's under each adapter."""
-    nearest, distances, same = 0, [], 0
+def agreement(
+    answers: list[dict[str, Any]], reference: dict[str, Any], adapters: int
+) -> dict[str, Any]:
+    """Compare answers with torch_ref's under each adapter, as long as their tokens are the same."""
+    compared, steps, nearest, distances = 0, 0, 0, []
     for row, answer in enumerate(answers):
-        apart = [_distance(answer, of_adapter[row]) for of_adapter in every]
-        own = row % adapters
-        nearest += apart[own] == min(apart)
-        distances.append(apart[own])
-        reference = every[own][row]
-        same += max(answer, key=answer.get) == max(reference, key=reference.get)
+        for k, top in enumerate(answer["tops"]):
+            if answer["tokens"][:k] != reference["tokens"][row][:k]:
+                break
+            apart = [_distance(top, of_adapter[k][row]) for of_adapter in reference["every"]]
+            own = apart[row % adapters]
+            compared += 1
+            steps += k > 0
+            nearest += own == min(apart)
+            distances.append(own)
     mean = round(statistics.fmean(distances), 5)
-    return {"prompts": len(answers), "nearest": nearest, "same_token": same, "distance": mean}
+    return {"positions": compared, "steps": steps, "nearest": nearest, "distance": mean}
+
+
+def is_right(answer: dict[str, Any]) -> bool:
+    """Return whether each position is nearest to its adapter, decode steps' among them."""
+    return bool(answer["steps"] > 0 and answer["nearest"] == answer["positions"])
 
 
 def _distance(one: dict[str, float], other: dict[str, float]) -> float:
@@ -354,12 +398,16 @@ def _distance(one: dict[str, float], other: dict[str, float]) -> float:
 
 
 def measure_all(arguments: Options, result: Result) -> Iterator[Row]:
-    """Yield a row per cell and contender."""
+    """Yield a row per model, cell and engine."""
     if any(adapters > arguments.adapters for _, adapters in arguments.cells):
         raise SystemExit(f"a cell has more adapters than --adapters {arguments.adapters}")
     result["versions"] |= versions("sglang", "lora-backends")
-    with tempfile.TemporaryDirectory() as folder:
-        yield from measure(arguments, result, Path(folder))
+    start = time.monotonic()
+    for number, model in enumerate(arguments.models, 1):
+        # each model has its share of the time
+        end = start + (arguments.seconds or float("inf")) * number / len(arguments.models)
+        with tempfile.TemporaryDirectory() as folder:
+            yield from measure(arguments, result, Path(folder), model == "experts", end)
     result["load"] = round(os.getloadavg()[0], 1)  # other processes share caches and memory
 
 
@@ -372,18 +420,21 @@ def cell_of(text: str) -> tuple[int, int]:
 def summary(result: Result) -> dict[str, Any]:
     """Return the ratio of each row, by its name."""
     return {
-        f"{row['step']} {row['contender']} {row['rows']}x{row['adapters']}": row["ratio"]
+        f"{'experts ' * row['experts']}{row['step']} {row['contender']} "
+        f"{row['rows']}x{row['adapters']}": row["ratio"]
         for row in result["rows"]
     }
 
 
 STEP = Measurement(
     rows=measure_all,
-    file=lambda o: f"sglang_{'experts' if o.experts else 'step'}_{'gpu' if ON_GPU else 'cpu'}.json",
+    file=f"sglang_step_{'gpu' if ON_GPU else 'cpu'}.json",
     method=METHOD,
     settings=lambda o: {"device": "cuda" if ON_GPU else "cpu", "load": None},
     summary=summary,
+    partial=True,
     options={
+        "--models": flag(["dense", "experts"], choices=["dense", "experts"]),
         "--engines": flag(["off", "csgmv", "triton", "auto"] if ON_GPU else ["off", "auto"]),
         "--dtype": flag("bfloat16" if ON_GPU else "float32"),
         "--cells": flag(
@@ -397,8 +448,7 @@ STEP = Measurement(
         "--prefill": flag(8192 if ON_GPU else 256, "tokens of the prefill that is timed"),
         "--steps": flag(96 if ON_GPU else 10),
         "--rounds": flag(5 if ON_GPU else 3),
-        "--experts": flag(False, "a mixture of experts"),
+        "--seconds": flag(0, "after which no round begins; 0: all rounds"),
         "--prefill-graphs": flag(False, "capture prefills, where this SGLang can"),
-        "--check": flag(False, "compare answers with torch_ref's, after the timing"),
     },
 )

@@ -21,6 +21,7 @@ class Contender:
         from sglang.srt.server_args import ServerArgs
 
         known = set(getattr(ServerArgs, "__dataclass_fields__", options))
+        self.without = sorted(options.keys() - known)  # of this version of SGLang
         options = {key: value for key, value in options.items() if key in known}
         self.engine: Any = sglang.Engine(**options)
         self.names = list(names)
@@ -36,12 +37,22 @@ class Contender:
         self._generate(ids, names, tokens)
         return time.perf_counter() - start
 
-    def logprobs(self, prompts: list[list[int]], names: list[str | None]) -> list[dict[str, float]]:
-        """Return the log-probabilities of the likeliest first tokens, by token."""
+    def answers(
+        self, prompts: list[list[int]], names: list[str | None], tokens: int
+    ) -> list[dict[str, Any]]:
+        """Return greedy tokens and, for each, the likeliest ones' log-probabilities by token."""
         options = {"return_logprob": True, "top_logprobs_num": 20}
-        answers = self._generate(prompts, names if self.names else None, 1, **options)
-        tops = [answer["meta_info"]["output_top_logprobs"][0] for answer in answers]
-        return [{str(token): logprob for logprob, token, *_ in top} for top in tops]
+        found = self._generate(prompts, names if self.names else None, tokens, **options)
+        return [
+            {
+                "tokens": list(answer["output_ids"]),
+                "tops": [
+                    {str(token): logprob for logprob, token, *_ in top}
+                    for top in answer["meta_info"]["output_top_logprobs"]
+                ],
+            }
+            for answer in found
+        ]
 
     def _generate(
         self, ids: list[list[int]], names: Any, tokens: int, **options: Any
@@ -62,7 +73,8 @@ def main() -> None:
     if spec["backend"]:
         os.environ["LORA_BACKENDS_SGLANG"] = spec["backend"]
     contender = Contender(spec["options"], spec["names"])
-    print(json.dumps("ready"), file=answers)
+    without = f" without {', '.join(contender.without)}" if contender.without else ""
+    print(json.dumps(f"ready{without}"), file=answers)
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(getattr(contender, asked.pop("do"))(**asked)), file=answers)

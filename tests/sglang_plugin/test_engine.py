@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.of_pefts import PROMPTS, greedy_tokens, save_adapter
+from helpers.peft_models import PROMPTS, greedy_tokens, save_adapter
 from helpers.sglang_engines import ADAPTERS, MOE_TARGETS, merge
 
 ROWS = [None, "all", "small", "qv", "gate", "ends", "rs", "layer"]

@@ -1,5 +1,6 @@
 """The plug-in for SGLang, as far as it goes without SGLang: `make test-sglang` tests it inside."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -81,3 +82,26 @@ def test_names_that_a_version_lacks_are_told(tmp_path, capsys):
     assert "utils.py: generate_sequence_lengths(device)\n" in printed
     assert "utils.py: get_lm_head_pruned_lens\n" in printed
     assert "lora.py: LoRAAdapter._normalize_weights\n" in printed
+
+
+def test_the_benchmark_compares_answers_as_long_as_their_tokens_are_the_references(monkeypatch):
+    monkeypatch.setattr("os.environ", os.environ.copy())  # an import sets variables
+    import sglang_step
+
+    every = [
+        [[{"7": -(1.0 + adapter + k + row)} for row in range(2)] for k in range(3)]
+        for adapter in range(2)
+    ]
+    reference = {"tokens": [[7, 7, 7], [7, 7, 7]], "every": every}
+
+    def answer(tokens, adapter, row):
+        return {"tokens": tokens, "tops": [every[adapter][k][row] for k in range(3)]}
+
+    right = [answer([7, 7, 7], 0, 0), answer([7, 3, 7], 1, 1)]
+    found = sglang_step.agreement(right, reference, 2)
+    assert found == {"positions": 5, "steps": 3, "nearest": 5, "distance": 0.0}
+    assert sglang_step.is_right(found)
+    swapped = sglang_step.agreement([right[0], answer([7, 7, 7], 0, 1)], reference, 2)
+    assert swapped["nearest"] == 3 and not sglang_step.is_right(swapped)
+    alone = [answer([3, 7, 7], 0, 0), answer([3, 7, 7], 1, 1)]
+    assert not sglang_step.is_right(sglang_step.agreement(alone, reference, 2))

@@ -76,6 +76,8 @@ def check_name(
 ) -> Any:
     """Refuse a weight that SGLang would leave out, or take for one of another module.
 
+    A weight in the memory of another process is copied; SGLang would read it for each slot anew.
+
     Raises:
         UnsupportedInputError: such a weight.
     """
@@ -83,6 +85,8 @@ def check_name(
         return original(adapter, name, loaded_weight)
     places.check_name(name)
     places.check_copy(name, loaded_weight, getattr(adapter, "base_model", None))
+    if loaded_weight.device.type == "cpu" and loaded_weight.is_shared():
+        loaded_weight = loaded_weight.clone()  # the process that sent it may go on to train it
     done = original(adapter, name, loaded_weight)
     places.check_taken(name, adapter.embedding_layers)
     return done
