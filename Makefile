@@ -194,7 +194,7 @@ test-sglang: $(SGLANG_STAMP)  ## the plug-in inside the real SGLang, two version
 		PYTHONPATH=$(SGLANG_STANDS_IN) $(SGLANG_PYTEST) tests/sglang_plugin
 	@echo "SGLang $(SGLANG_OLD)" && \
 		PYTHONPATH=$(SGLANG_STANDS_IN):$(SGLANG)/sglang-$(SGLANG_OLD) $(SGLANG_PYTEST) tests/sglang_plugin \
-		-k "not two_processes and not smollm2 and not chosen_by_name"
+		-k "not smollm2 and not chosen_by_name"
 
 lint: $(STAMP)  ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .

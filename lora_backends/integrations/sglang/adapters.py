@@ -85,7 +85,7 @@ def check_name(
         return original(adapter, name, loaded_weight)
     places.check_name(name)
     places.check_copy(name, loaded_weight, getattr(adapter, "base_model", None))
-    if loaded_weight.device.type == "cpu" and loaded_weight.is_shared():
+    if loaded_weight.device.type == "cpu" and loaded_weight.untyped_storage().is_shared():
         loaded_weight = loaded_weight.clone()  # the process that sent it may go on to train it
     done = original(adapter, name, loaded_weight)
     places.check_taken(name, adapter.embedding_layers)

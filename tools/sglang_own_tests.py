@@ -1,0 +1,210 @@
+"""Run SGLang's own LoRA tests with this library in place, and write how many pass, skip and why.
+
+    python tools/sglang_own_tests.py FOLDER --backend triton --out sglang_own_tests.json
+
+FOLDER holds the folder `test` of SGLang's sources, of about the version that is installed. The
+plug-in is active, and the operators in OPERATORS are this library's. On a CPU, put
+tests/sglang_plugin/stand_ins in front of PYTHONPATH. Models are not fetched, so tests of servers
+are not run. A test that fails makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_own_tests import Recorder, summarized
+
+FILES = (
+    "test/manual/lora/test_lora_ops.py",
+    "test/registered/unit/lora",
+    "test/registered/lora/test_lora_drainer.py",
+)
+
+METHOD = (
+    "SGLang's own LoRA tests with the plug-in active and its operators on this library; each n-th "
+    "case of a function (every)."
+)
+
+
+class Operators:
+    """SGLang's operators on a backend of this library: A and B of stacks that SGLang packs."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def functions(self) -> dict[str, Callable[..., torch.Tensor]]:
+        """Return each function by SGLang's name; those for graphs take every slot's whole rank."""
+        return {
+            "sgemm_lora_a_fwd": self._shrink,
+            "sgemm_lora_b_fwd": self._expand,
+            "sgemm_lora_a_embedding_fwd": self._embed,
+            "sgemm_lora_a_graph_fwd": lambda x, a, slots, lengths, scales, num_slices=1: (
+                self._shrink(x, a, slots, lengths, _whole(a, num_slices), scales, num_slices)
+            ),
+            "sgemm_lora_b_graph_fwd": lambda h, b, slots, lengths, offsets, y=None: self._expand(
+                h, b, slots, lengths, torch.full((b.shape[0],), b.shape[2]), offsets, y
+            ),
+            "sgemm_lora_a_embedding_graph_fwd": lambda ids, a, slots, lengths, scales, vocabulary: (
+                self._embed(ids, a, slots, lengths, _whole(a, 1), scales, vocabulary)
+            ),
+        }
+
+    def _plan(self, slots: Any, lengths: Any, num_slots: int) -> Any:
+        from lora_backends import LoRABatch
+
+        batch = LoRABatch.from_sequences(slots.tolist(), lengths.tolist(), num_slots)
+        return self._backend.prepare_batch(batch)
+
+    def _numbers(self, ranks: Any, num_slices: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ranks = ranks.to(self._backend.device, torch.int32)[:, None].repeat(1, num_slices)
+        return ranks, torch.ones(ranks.shape, device=ranks.device)
+
+    def _shrink(
+        self,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        ranks: torch.Tensor,
+        scales: torch.Tensor,
+        num_slices: int = 1,
+    ) -> torch.Tensor:
+        from lora_backends import LoRAWeights
+        from lora_backends.integrations.sglang.pool import spread
+
+        device, max_rank = self._backend.device, a.shape[1] // num_slices
+        stack = a.to(device, copy=True)
+        for slot, rank in enumerate(ranks.tolist()):
+            spread(stack[slot], rank, max_rank)
+        stack = stack.view(a.shape[0], num_slices, max_rank, a.shape[2])
+        widths = (1,) * num_slices  # of B, which is absent
+        weights = LoRAWeights(stack, None, *self._numbers(ranks, num_slices), widths)
+        h = self._backend.run_lora_a(
+            x.to(device), weights, self._plan(slots, lengths, a.shape[0])
+        ).cpu()
+        out = torch.zeros(x.shape[0], a.shape[1], dtype=x.dtype)
+        row = 0
+        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+            r, rows = ranks[slot], slice(row, row + length)
+            packed = torch.cat([each[rows, :r] for each in h], 1)
+            out[rows, : packed.shape[1]] = scales[slot] * packed
+            row += length
+        return out
+
+    def _expand(
+        self,
+        h: torch.Tensor,
+        b: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        ranks: torch.Tensor,
+        offsets: torch.Tensor,
+        base_output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from lora_backends import LoRAWeights
+
+        device, num_slices = self._backend.device, len(offsets) - 1
+        spaced = torch.zeros(num_slices, h.shape[0], b.shape[2])
+        row = 0
+        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+            r, rows = int(ranks[slot]), slice(row, row + length)
+            for s in range(num_slices):
+                spaced[s, rows, :r] = h[rows, s * r : (s + 1) * r].float()
+            row += length
+        widths = tuple((offsets[1:] - offsets[:-1]).tolist())
+        weights = LoRAWeights(None, b.to(device), *self._numbers(ranks, num_slices), widths)
+        y = None if base_output is None else base_output.to(device)
+        plan = self._plan(slots, lengths, b.shape[0])
+        found: torch.Tensor = self._backend.run_lora_b(spaced.to(device), weights, plan, y).cpu()
+        return found if base_output is None else base_output.copy_(found)
+
+    def _embed(
+        self,
+        ids: torch.Tensor,
+        a: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        ranks: torch.Tensor,
+        scales: torch.Tensor,
+        vocabulary: int,
+    ) -> torch.Tensor:
+        from lora_backends import LoRAWeights
+
+        device, width = self._backend.device, a.shape[1]
+        identity = torch.eye(width, dtype=a.dtype, device=device).repeat(a.shape[0], 1, 1)
+        numbers, _ = self._numbers(ranks, 1)
+        scalings = scales.to(device, torch.float32)[:, None]
+        weights = LoRAWeights(a.to(device)[:, None], identity, numbers, scalings, (width,))
+        plan = self._plan(slots, lengths, a.shape[0])
+        found: torch.Tensor = self._backend.run_embedding(ids.to(device), weights, plan).cpu()
+        return found
+
+
+def _whole(a: torch.Tensor, num_slices: int) -> torch.Tensor:
+    return torch.full((a.shape[0],), a.shape[1] // num_slices)
+
+
+class Replacing(Recorder):
+    """Keeps every outcome, and puts this library's operators into the modules of tests."""
+
+    def __init__(self, operators: dict[str, Any], every: int) -> None:
+        super().__init__(every, 0, 1, float("inf"))
+        self._operators = operators
+        self.replaced: set[str] = set()
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Keep each n-th case, and replace the operators that the tests import."""
+        super().pytest_collection_modifyitems(items)
+        for module in {item.module for item in items}:
+            for name in self._operators.keys() & vars(module).keys():
+                setattr(module, name, self._operators[name])
+                self.replaced.add(name)
+
+
+def main() -> None:
+    """Run the tests and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="with the folder test of SGLang's sources")
+    parser.add_argument("--backend", default="auto", help="a backend's name, or auto")
+    parser.add_argument("--out", type=Path, required=True, help="the result file")
+    parser.add_argument("--every", type=int, default=1, help="run each n-th case of a function")
+    parser.add_argument("--files", nargs="+", default=FILES, help="files or folders of the folder")
+    args = parser.parse_args()
+    os.environ["LORA_BACKENDS_SGLANG"] = args.backend
+
+    import sglang
+
+    from lora_backends import get_backend
+    from lora_backends.bench.results import new_result, write_result
+    from lora_backends.integrations.sglang import register, wrapping
+
+    register()
+    wrapping.wrap()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    recorder = Replacing(
+        Operators(get_backend(args.backend, device=device)).functions(), args.every
+    )
+    options = ["-q", "--no-header", "-c", os.devnull, "--rootdir", str(args.folder), "--tb=short"]
+    options += ["-p", "no:cacheprovider", "-W", "ignore"]
+    pytest.main([*options, *(str(args.folder / name) for name in args.files)], plugins=[recorder])
+    files = summarized(recorder.found)
+    result = new_result(METHOD, device, backend=args.backend, every=args.every)
+    result["versions"]["sglang"] = sglang.__version__
+    result["operators"] = sorted(recorder.replaced)
+    result["rows"] = [{"file": name, **entry} for name, entry in files.items()]
+    write_result(args.out, result)
+    for name, entry in files.items():
+        skipped = sum(entry["skipped"].values())
+        print(f"{name}: {entry['passed']} passed, {skipped} skipped, {len(entry['failed'])} failed")
+    sys.exit(any(entry["failed"] for entry in files.values()))
+
+
+if __name__ == "__main__":
+    main()
