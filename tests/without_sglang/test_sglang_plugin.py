@@ -99,9 +99,11 @@ def test_the_benchmark_compares_answers_as_long_as_their_tokens_are_the_referenc
 
     right = [answer([7, 7, 7], 0, 0), answer([7, 3, 7], 1, 1)]
     found = sglang_step.agreement(right, reference, 2)
-    assert found == {"positions": 5, "steps": 3, "nearest": 5, "distance": 0.0}
+    assert found == {"positions": 5, "steps": 3, "nearest": 5, "distance": 0.0, "next": 1.0}
     assert sglang_step.is_right(found)
     swapped = sglang_step.agreement([right[0], answer([7, 7, 7], 0, 1)], reference, 2)
     assert swapped["nearest"] == 3 and not sglang_step.is_right(swapped)
     alone = [answer([3, 7, 7], 0, 0), answer([3, 7, 7], 1, 1)]
     assert not sglang_step.is_right(sglang_step.agreement(alone, reference, 2))
+    same = reference | {"every": every[:1] * 2}  # adapters that do nothing prove nothing
+    assert not sglang_step.is_right(sglang_step.agreement(right, same, 2))
