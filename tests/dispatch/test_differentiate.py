@@ -202,6 +202,48 @@ def test_second_derivatives_are_refused_where_the_gradient_of_y_is_a_constant(ba
         (y.sum() + penalty).backward()
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("x", "dL/dy"),
+        ("lora_a", "x"),
+        ("lora_a", "lora_b"),
+        ("lora_b", "x"),
+        ("lora_b", "lora_a"),
+        ("output_scales", "base_output"),
+        ("output_scales", "bias"),
+    ],
+)
+def test_second_derivatives_with_respect_to_any_tensor_are_refused(backend, first, second):
+    """Autograd takes what it finds no way to for unused, which `allow_unused` passes as None."""
+    weights = layer(bias=rows(2, 8), output_scales=rows(2, 8).abs())
+    grad = rows(4, 8)
+    leaves = {"x": rows(4, 8), "base_output": rows(4, 8), "dL/dy": grad}
+    leaves |= {name: getattr(weights, name) for name in ("lora_a", "lora_b", "bias")}
+    leaves["output_scales"] = weights.output_scales
+    for name in (first, second):
+        leaves[name].requires_grad_()
+    plan = backend.prepare_batch(LoRABatch(SLOTS, 2))
+    y = backend.run_linear(leaves["x"], weights, plan, leaves["base_output"].clone())
+    (once,) = torch.autograd.grad(y, leaves[first], grad, create_graph=True)
+    with pytest.raises(UnsupportedInputError, match="run_linear has no second derivatives"):
+        torch.autograd.grad(once.square().sum(), leaves[second], allow_unused=True)
+
+
+def test_products_with_a_jacobian_or_hessian_are_refused(backend):
+    """`torch.autograd.functional` fills in zeros for what it finds unused."""
+    plan, weights = backend.prepare_batch(LoRABatch(SLOTS, 2)), layer()
+    x, moved = rows(4, 8), rows(4, 8)
+
+    def norm(x):
+        return backend.run_linear(x, weights, plan).square().sum()
+
+    with pytest.raises(UnsupportedInputError, match="run_linear has no second derivatives"):
+        torch.autograd.functional.hvp(norm, x, moved)
+    with pytest.raises(UnsupportedInputError, match="run_linear has no second derivatives"):
+        torch.autograd.functional.jvp(lambda x: backend.run_linear(x, weights, plan), x, moved)
+
+
 def test_batched_gradients_are_refused(backend):
     x = rows(4, 8).requires_grad_()
     y = backend.run_linear(x, layer(), backend.prepare_batch(LoRABatch(SLOTS, 2)))

@@ -4,8 +4,11 @@ import pytest
 
 pytest.importorskip("peft", reason="the modules beside are made with PEFT's functions")
 
-from fuzz import calls, commands
+from fuzz import commands
+from fuzz.calls import run as calls
 from fuzz.running import new_result, run_cases
+
+from lora_backends.dispatch.gradients import differentiate
 
 
 def outcomes(opened, cases, **given):
@@ -27,6 +30,8 @@ def test_a_call_is_right_or_refused_with_a_typed_error_before_anything_is_writte
     found = outcomes(calls.opened, 300, shares=("torch_ref",))
     assert found["torch_ref: right"] > 50 and found["torch_ref: experts: right"] > 5
     assert found["torch_ref: InvalidInputError"] > 50
+    assert found["torch_ref: gradients: right"] > 10
+    assert found["torch_ref: experts: gradients: right"] > 1
     assert found["torch_ref: batch: InvalidInputError"] > 3
 
 
@@ -65,4 +70,13 @@ def test_a_wrong_backend_is_found(fault, monkeypatch):
     make = calls.get_backend
     monkeypatch.setattr(calls, "get_backend", lambda *given: Wrong(make(*given), fault))
     with pytest.raises(AssertionError):
+        outcomes(calls.opened, 60, shares=("torch_ref",))
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    def off(*given, run=differentiate.run_backward):
+        return [None if gradient is None else 1.01 * gradient for gradient in run(*given)]
+
+    monkeypatch.setattr(differentiate, "run_backward", off)
+    with pytest.raises(AssertionError, match="the gradient of"):
         outcomes(calls.opened, 60, shares=("torch_ref",))

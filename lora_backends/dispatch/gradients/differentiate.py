@@ -28,6 +28,7 @@ from lora_backends.dispatch.gradients.recorded import (
     SlotParameter,
     SlotParameters,
     Target,
+    b_alone,
     differentiates,
     target_of,
 )
@@ -138,6 +139,7 @@ def run_with_parameters(
     recorded = Recorded(
         engine, operation, weights, plan, of.targets, of.kinds, check=check, found=of.found
     )
+    recorded.anchors = _links(x, of.b_alone)
     result: torch.Tensor = _ParameterNode.apply(  # type: ignore[no-untyped-call]
         recorded, y, x, base_weight, *of.tensors
     )
@@ -195,8 +197,21 @@ def _apply(
             f"does not keep such a tensor for the backward\n"
             f"  to do: pass {operation.argument}.clone()"
         )
+    names = {target.name for target in recorded.targets}
+    recorded.anchors = [
+        *leaves,
+        *_links(x, b_alone(recorded.targets)),
+        *_links(y, "output_scales" in names),  # it is about to be overwritten
+    ]
     result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
+
+
+def _links(tensor: torch.Tensor | None, is_needed: bool) -> list[torch.Tensor]:
+    """Return an empty tensor that autograd derives from a tensor, whose memory it does not hold."""
+    if tensor is None or not is_needed or not tensor.requires_grad:
+        return []
+    return [tensor[:0].clone()]
 
 
 def _check(engine: Engine, operation: Operation, x: Any, weights: Any, plan: Any, y: Any) -> None:
@@ -268,7 +283,7 @@ class _Node(torch.autograd.Function):
         needs = (needs_x, needs_base, *needed)
         gradients = run_backward(recorded, needs, grad, x, h, base, ctx.like)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _refusing_second(recorded.operation.name, gradients)
+            gradients = _refusing_second(recorded, gradients, grad, x)
         dx, dbase, *others = gradients
         return None, dbase, dx, *others
 
@@ -277,15 +292,16 @@ class _Once(torch.autograd.Function):
     """Passes gradients on, and refuses to be differentiated.
 
     `once_differentiable` of torch lets a second derivative pass as zero where the gradient of the
-    result is a constant.
+    result is a constant. The anchors are the tensors that the gradients depend on: where autograd
+    finds no way to a tensor, `torch.autograd.functional.jvp` and others take its gradient for zero.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, name: str, anchor: torch.Tensor, *gradients: torch.Tensor
+        ctx: Any, name: str, anchors: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.name = name
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
+        return tuple(gradient.view_as(gradient) for gradient in tensors[anchors:])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
@@ -296,11 +312,22 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _refusing_second(name: str, gradients: Gradients) -> Gradients:
-    """Return gradients that refuse to be differentiated; None stays."""
-    anchor = torch.zeros((), requires_grad=True)  # so that autograd records the node
+def _refusing_second(
+    recorded: Recorded, gradients: Gradients, *of_node: torch.Tensor | None
+) -> Gradients:
+    """Return gradients that refuse to be differentiated; None stays.
+
+    Args:
+        recorded: the call.
+        gradients: of its tensors.
+        of_node: the gradient of the result, and what the node has kept.
+    """
+    always = torch.zeros((), requires_grad=True)  # so that autograd records the node
+    anchors = [always, *recorded.anchors, *(t for t in of_node if t is not None)]
     given = [gradient for gradient in gradients if gradient is not None]
-    marked = iter(_Once.apply(name, anchor, *given))  # type: ignore[no-untyped-call]
+    marked = iter(
+        _Once.apply(recorded.operation.name, len(anchors), *anchors, *given)  # type: ignore[no-untyped-call]
+    )
     return tuple(None if gradient is None else next(marked) for gradient in gradients)
 
 
@@ -328,20 +355,20 @@ class _ParameterNode(torch.autograd.Function):
         weight = base_weight if ctx.needs_input_grad[2] else None
         # Not the stacks: a version counts the changes of all slots.
         used = (leaf for leaf, is_needed in zip(leaves, needed, strict=True) if is_needed)
-        ctx.save_for_backward(rows if kept.x else None, h if kept.h else None, weight, *used)
+        ctx.save_for_backward(x if kept.x else None, h if kept.h else None, weight, *used)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         recorded: Recorded = ctx.recorded
-        x, h, weight, *_ = ctx.saved_tensors  # raises where one was changed in place
+        x, h, weight, *used = ctx.saved_tensors  # raises where one was changed in place
         recorded.check_plan()
         needs_y, needs_x, _, *needed = ctx.needs_input_grad[1:]
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows, x_rows = grad.reshape(-1, grad.shape[-1]), None if x is None else _flat(x)
         needs = (needs_x, needs_y, *needed)
-        gradients = run_backward(recorded, needs, rows, x, h, None, ctx.like, weight)
+        gradients = run_backward(recorded, needs, rows, x_rows, h, None, ctx.like, weight)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _refusing_second(recorded.operation.name, gradients)
+            gradients = _refusing_second(recorded, gradients, grad, x, *used)
         dx, dy, *parts = gradients
         dx = None if dx is None else dx.view(ctx.shape)
         return None, None if dy is None else dy.view_as(grad), dx, None, *parts

@@ -49,7 +49,14 @@ class SlotParameters:
         self.tensors = tuple(tensor for tensor, _ in parameters)
         self.targets = tuple(target for _, target in parameters)
         self.kinds = tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
+        self.b_alone = b_alone(self.targets)
         self.found: dict[Any, Any] = {}  # the cache of each `Recorded`
+
+
+def b_alone(targets: Sequence[Target]) -> bool:
+    """Return whether lora_b has a gradient and lora_a none, so that a node may keep h and not x."""
+    names = {target.name for target in targets}
+    return "lora_b" in names and "lora_a" not in names
 
 
 @dataclass(eq=False)
@@ -65,6 +72,7 @@ class Recorded:
     options: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[[], None] | None = None  # raises where a backward would compute something else
     found: dict[Any, Any] = field(default_factory=dict)  # cache: derived from targets and leaves
+    anchors: Sequence[torch.Tensor] = ()  # tensors that lead autograd to the call's tensors
     counters: tuple[Any, ...] = field(init=False)  # of the plan's refills: they live as long
     refills: tuple[int, ...] = field(init=False)  # at the forward
 

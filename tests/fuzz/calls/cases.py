@@ -106,7 +106,7 @@ class Call:
         self.base: Any = self.guard and self.guard.view
         self.plan: Any = None  # of the batch, unless a mutation gives another one
         self.out: Any = None  # a plan to refill
-        self.grad = draw.random() < 0.2
+        self.grad = draw.random() < 0.35
         self.first: Any = self._first()
         for _ in range(draw.choice([0, 1, 1, 1, 2, 3])):
             step = draw.choice(MUTATIONS)

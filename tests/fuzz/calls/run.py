@@ -1,15 +1,7 @@
-"""Makes random calls of the interface: what float64 says, or a typed error and nothing written.
-
-    TRITON_INTERPRET=1 python -m tests.fuzz.calls --cases 50000 --seed 0 --result results.json
-
-The same command goes on where the last one ended; `--only NUMBER` repeats one case. Of 20 calls, 9
-go to torch_ref, 9 to numba_cpu and one each to triton and csgmv, which run small layers in
-Triton's interpreter. A case is one call with what it needs: a batch, a layer, a plan.
-"""
+"""Makes one random call of an engine, and judges its result, its gradients or its refusal."""
 
 import itertools
 import random
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +14,10 @@ from lora_backends.operations import Input
 from lora_backends.testing import LoRACase, oracles
 from lora_backends.testing.cases.inputs import bits
 
-from .call_cases import COUNTS, FLOATS, LENGTHS, SLOT_VALUES, Call, is_plain
-from .expert_calls import check_close, run_experts
-from .running import Ran, RunCase, ending_hangs, fault_of_message, main, untyped
+from .cases import COUNTS, FLOATS, LENGTHS, SLOT_VALUES, Call, is_plain
+from .experts import check_close, run_experts
+from .gradients import Backward
+from ..running import Ran, RunCase, ending_hangs, fault_of_message, untyped
 
 SHARES = ("torch_ref", "numba_cpu") * 9 + ("triton", "csgmv")
 INTERPRETED = ("triton", "csgmv")
@@ -68,7 +61,8 @@ def _run(backend: Any, draw: random.Random) -> Ran:
 
 def run_dense(call: Call) -> Ran:
     """Make one call of an operation of a dense layer, and judge it."""
-    steps = [call.operation.name, *call.steps, repr(call.case)]
+    backward = Backward(call)
+    steps = [call.operation.name, *call.steps, *backward.steps, repr(call.case)]
     written_to = {t.untyped_storage().data_ptr() for t in [call.base] if is_plain(t)}
     memory = Memory(call.tensors())
     try:
@@ -80,6 +74,7 @@ def run_dense(call: Call) -> Ran:
             run = getattr(call.backend, call.operation.name)
             base = () if call.operation.result == "h" else (call.base,)
             y = run(call.first, call.weights, plan, *base)
+            backward.run(y, plan)
     except LoRABackendError as error:
         fault = memory.fault() or fault_of_message(str(error))
         if not call.steps:
@@ -92,11 +87,13 @@ def run_dense(call: Call) -> Ran:
         if call.guard is not None and not fault:
             call.guard.assert_untouched()
         _check(call, y, memory)
+        rows = _with_rows_behind(call.planned or call.batch, y.shape[-2])
+        backward.check(rows, None if call.base is None else memory.before(call.base), y)
     except AssertionError as error:
         fault = f"{fault or ''} {error}"
     except Exception as error:  # the oracle has no answer to what was accepted
         fault = f"accepted, but {type(error).__name__}: {error}"
-    return Ran("right" if not fault else "wrong", fault, steps)
+    return Ran(f"{backward.outcome}right" if not fault else "wrong", fault, steps)
 
 
 class Memory:
@@ -200,7 +197,3 @@ def _plain(values: Any) -> Any:
     if isinstance(values, torch.Tensor):
         return values.resolve_neg().tolist()
     return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
-if __name__ == "__main__":
-    sys.exit(main("calls", __doc__, opened))

@@ -10,9 +10,13 @@ from lora_backends import InvalidInputError, LoRABackendError
 from lora_backends.testing.cases.experts import ExpertCase
 from lora_backends.testing.expert_oracle import expected_experts
 from lora_backends.testing.oracles import Expected
+from lora_backends.testing.properties.gradients.experts import check_gradients
 
-from .call_cases import SCALINGS, is_plain, odd_tensor, reshaped
-from .running import Ran, ending_hangs, fault_of_message, untyped
+from .cases import SCALINGS, is_plain, odd_tensor, reshaped
+from ..running import Ran, ending_hangs, fault_of_message, untyped
+
+GRADIENTS = 0.15
+"""Share of the calls whose backward runs, too."""
 
 
 def draw_experts(draw: random.Random, dtypes: tuple[torch.dtype, ...], small: bool) -> ExpertCase:
@@ -60,6 +64,8 @@ def run_experts(backend: Any, draw: random.Random, small: bool) -> Ran:
     """Make a routing and one call on it, and judge them."""
     case = draw_experts(draw, backend.dtypes, small)
     inputs, steps = case.build("cpu"), []
+    if draw.random() < GRADIENTS:
+        return _run_backward(backend, case)
     made = inputs.new_base()
     given = {"x": inputs.x, "base": None if made is None else made[1],
              "ids": inputs.topk_ids, "factors": inputs.topk_weights, "map": inputs.expert_map,
@@ -93,6 +99,21 @@ def run_experts(backend: Any, draw: random.Random, small: bool) -> Ran:
     except Exception as error:  # the oracle has no answer to what was accepted
         fault = f"accepted, but {type(error).__name__}: {error}"
     return Ran("experts: wrong" if fault else "experts: right", fault, named)
+
+
+def _run_backward(backend: Any, case: ExpertCase) -> Ran:
+    """Compute all gradients of a valid call, and compare them with the kit's."""
+    named = ["run_experts", "gradients", repr(case)]
+    try:
+        with ending_hangs():
+            check_gradients(backend, case, case.build("cpu"))
+    except AssertionError as error:
+        return Ran("experts: wrong", str(error), named)
+    except LoRABackendError as error:
+        return Ran("experts: wrong", f"a valid call is refused: {error}", named)
+    except BaseException as error:
+        return untyped(error, named)
+    return Ran("experts: gradients: right", None, named)
 
 
 def _spoil(draw: random.Random, given: dict[str, Any], options: dict[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""Random calls of the interface, forward and backward, against float64."""
