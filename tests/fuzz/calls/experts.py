@@ -12,8 +12,8 @@ from lora_backends.testing.expert_oracle import expected_experts
 from lora_backends.testing.oracles import Expected
 from lora_backends.testing.properties.gradients.experts import check_gradients
 
-from .cases import SCALINGS, is_plain, odd_tensor, reshaped
 from ..running import Ran, ending_hangs, fault_of_message, untyped
+from .cases import SCALINGS, is_plain, odd_tensor, reshaped
 
 GRADIENTS = 0.15
 """Share of the calls whose backward runs, too."""

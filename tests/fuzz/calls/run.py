@@ -14,10 +14,10 @@ from lora_backends.operations import Input
 from lora_backends.testing import LoRACase, oracles
 from lora_backends.testing.cases.inputs import bits
 
+from ..running import Ran, RunCase, ending_hangs, fault_of_message, untyped
 from .cases import COUNTS, FLOATS, LENGTHS, SLOT_VALUES, Call, is_plain
 from .experts import check_close, run_experts
 from .gradients import Backward
-from ..running import Ran, RunCase, ending_hangs, fault_of_message, untyped
 
 SHARES = ("torch_ref", "numba_cpu") * 9 + ("triton", "csgmv")
 INTERPRETED = ("triton", "csgmv")
