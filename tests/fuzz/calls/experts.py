@@ -132,8 +132,9 @@ def _spoil(draw: random.Random, given: dict[str, Any], options: dict[str, Any]) 
         except InvalidInputError:
             return f"{field} refused"
     elif value is not None:
-        if name == "factors" and is_plain(value):  # NaN only where no pair reads it
-            value = value.nan_to_num(0.5)
+        if name in ("factors", "ids", "map") and is_plain(given["factors"]):
+            given["factors"] = given["factors"].nan_to_num(0.5)  # NaN where no pair read it
+            value = given[name]
         try:
             given[name] = (reshaped if draw.random() < 0.7 else odd_tensor)(draw, value)
         except RuntimeError:  # torch cannot do it to what an earlier step has made

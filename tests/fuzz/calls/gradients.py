@@ -91,7 +91,7 @@ class Backward:
         if self.turn == "a refill between":
             self._refill(plan)
             self._expect(InvalidInputError, lambda: self._gradients(y))
-            return
+            return  # where the operation reads no leaf, no backward runs
         self.found = self._gradients(y, retain_graph=self.turn != "once")
         if self.turn == "twice":
             self.again = self._gradients(y)
@@ -105,16 +105,18 @@ class Backward:
     def _expect(self, error: type[LoRABackendError], run: Callable[[], Any]) -> None:
         """Run what has to be refused."""
         try:
-            run()
+            found = run()
         except error as refusal:
             self.fault = fault_of_message(str(refusal))
         else:
-            self.fault = f"not refused: {self.turn}" if self._must_refuse() else None
+            self.fault = f"not refused: {self.turn}" if self._must_refuse(found) else None
 
-    def _must_refuse(self) -> bool:
+    def _must_refuse(self, found: Any) -> bool:
         """Return whether a refill, or a second derivative that is not zero, has to be refused."""
-        names = {known.partition("[")[0] for known in self.found or {}}
-        return self.found is None or len(names) > 1 and not names.isdisjoint(STACKS)
+        if self.found is None:
+            return bool(found)
+        names = {known.partition("[")[0] for known in self.found}
+        return len(names) > 1 and not names.isdisjoint(STACKS)
 
     def _gradients(self, y: torch.Tensor, **options: bool) -> dict[str, torch.Tensor]:
         """Return the gradient of each leaf that the operation reads."""
@@ -130,12 +132,12 @@ class Backward:
         backend.prepare_batch(other, out=plan)
 
     @torch.no_grad()
-    def check(self, batch: LoRABatch, base: torch.Tensor | None, y: torch.Tensor) -> None:
+    def check(self, batch: LoRABatch, before: Callable[[Any], Any], y: torch.Tensor) -> None:
         """Compare the gradients with float64; raise AssertionError.
 
         Args:
             batch: of all rows of the call.
-            base: the values that base_output had.
+            before: returns the values that a tensor had before the call.
             y: the result.
         """
         if self.fault:
@@ -149,6 +151,7 @@ class Backward:
             again = self.again.get(name, gradient)
             if self.call.backend.deterministic:
                 assert same_bits(gradient, again), f"{name}: another gradient the second time"
+        base = None if self.call.base is None else before(self.call.base)
         for name, right in self._right(batch, base).items():
             try:
                 check_close(self.found[name], right)

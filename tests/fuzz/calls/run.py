@@ -88,7 +88,7 @@ def run_dense(call: Call) -> Ran:
             call.guard.assert_untouched()
         _check(call, y, memory)
         rows = _with_rows_behind(call.planned or call.batch, y.shape[-2])
-        backward.check(rows, None if call.base is None else memory.before(call.base), y)
+        backward.check(rows, memory.before, y)
     except AssertionError as error:
         fault = f"{fault or ''} {error}"
     except Exception as error:  # the oracle has no answer to what was accepted
