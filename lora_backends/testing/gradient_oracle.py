@@ -22,6 +22,7 @@ from lora_backends.testing.oracles import (
     expected_shrink,
     gamma,
     masked,
+    one_hot,
     rank_mask,
     rounding_bound,
     scale_operations,
@@ -108,8 +109,7 @@ class _Part:
         self.a, self.b = stack_of_a(weights).double(), stack_of_b(weights).double()
         x = inputs.x
         if self.operation.input is Input.TOKEN_IDS:
-            x = torch.nn.functional.one_hot(inputs.token_ids.cpu().long(), weights.in_features)
-            x = x.to(self.kind)
+            x = one_hot(inputs.token_ids, weights.in_features, self.kind)
         self.x = x
         self.x_values = masked(x, self.has)
         self.h_dtype = accumulator_dtype(self.kind) if self.h is None else self.h.dtype

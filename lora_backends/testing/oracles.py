@@ -195,10 +195,14 @@ def expected_embedding(
     intermediate: torch.dtype = torch.float32,
 ) -> Expected:
     """Return `expected_linear` for ``x = one_hot(token_ids)``."""
-    one_hot = torch.nn.functional.one_hot(token_ids.cpu().long(), weights.in_features)
-    return expected_linear(
-        one_hot.to(weights.compute_dtype), weights, batch, base_output, intermediate=intermediate
-    )
+    x = one_hot(token_ids, weights.in_features, weights.compute_dtype)
+    return expected_linear(x, weights, batch, base_output, intermediate=intermediate)
+
+
+def one_hot(token_ids: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``one_hot(token_ids)`` on the CPU, also for no tokens and 0 columns, unlike torch."""
+    ids = token_ids.cpu().long()[:, None]
+    return torch.zeros(len(ids), columns, dtype=dtype, device="cpu").scatter_(1, ids, 1)
 
 
 def rounded_exactly(expected: Expected, dtype: torch.dtype) -> torch.Tensor:

@@ -35,6 +35,13 @@ def by_hand():
     return x, weights, LoRABatch([0, 1, -1], 2)
 
 
+def test_a_layer_without_columns_has_an_embedding_of_no_tokens():
+    ranks, scalings = torch.tensor([[2]]), torch.ones(1, 1)
+    weights = LoRAWeights(torch.zeros(1, 1, 2, 0), torch.zeros(1, 3, 2), ranks, scalings, (3,))
+    ids = torch.zeros(0, dtype=torch.int64)
+    assert expected_embedding(ids, weights, LoRABatch([], 1)).value.shape == (0, 3)
+
+
 def test_the_formula_gives_what_is_worked_out_by_hand():
     x, weights, batch = by_hand()
     weights.scalings.nan_to_num_()

@@ -151,7 +151,8 @@ class Backward:
             again = self.again.get(name, gradient)
             if self.call.backend.deterministic:
                 assert same_bits(gradient, again), f"{name}: another gradient the second time"
-        base = None if self.call.base is None else before(self.call.base)
+        has_base = self.call.operation.result == "y" and self.call.base is not None
+        base = before(self.call.base) if has_base else None
         for name, right in self._right(batch, base).items():
             try:
                 check_close(self.found[name], right)

@@ -39,6 +39,7 @@ KNOWN: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "use_dora, in a blend": ("uses DoRA, which .* no other adapter", _has("use_dora")),
     "aLoRA, from embeddings": ("invocation", _has("alora_invocation_tokens")),
     "init_lora_weights with a rank above a layer's": ("has the wrong shape", _has(INIT)),
+    "init_lora_weights of a shared weight": ("whose weight other modules share", _has(INIT)),
     "a module without rows": ("adapts modules that cannot be reproduced row by row", _always),
     "a module of unknown rows": ("it is not known which row each position belongs to", _always),
     "split, of a state": ("split=True cannot join", _always),
