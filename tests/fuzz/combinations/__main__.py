@@ -8,11 +8,22 @@ wrapper, into whose slots they are loaded in turn. A case repeats those before i
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # of helpers.sweeps
 
-from ..running import main
-from .runs import opened
+from ..running import RunCase, main
+from .runs import CASES, opened
 
-sys.exit(main("combinations", __doc__, opened))
+
+@contextmanager
+def warmed_up(seed: int) -> Iterator[RunCase]:
+    """Run a case before the first, which would take seconds for what it imports."""
+    with opened(seed) as run:
+        run(-CASES)
+        yield run
+
+
+sys.exit(main("combinations", __doc__, warmed_up))

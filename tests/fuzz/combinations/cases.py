@@ -153,10 +153,10 @@ class Case:
         return self.forward(rows, given)
 
     def same_per_token(self, rows: Rows, given: Given) -> str | None:
-        if any(row and row.is_invoked for row in rows):  # entries come before the invocation
-            return self.forward(rows, given)
         length = self._same_length(given)
-        entries = [[row and row.name] * length for row in rows]
+        entries: list[Any] = [[row and row.name] * length for row in rows]
+        if any(row and row.is_invoked for row in rows):  # an entry per token overrides aLoRA's
+            entries = [row and row.name for row in rows]
         return self._judge(result(self.model(adapters=entries, **given)), rows, given)
 
     def generate(self, rows: Rows, given: Given) -> str | None:
@@ -197,7 +197,7 @@ class Case:
         ids = given["input_ids"]
         length = ids.shape[1]
         at = self.draw.randint(1, length - 1) if length > 1 else length
-        if any(row and row.is_invoked for row in rows):  # entries come before the invocation
+        if any(row and row.is_invoked for row in rows):  # an entry per token overrides aLoRA's
             return self.forward(rows, given)
         later = [self.draw.choice([None, *rows]) for _ in rows]
         entries = [
