@@ -14,7 +14,7 @@ from lora_backends import LoRABackendError
 
 from .adapters import Adapter, blended, tensors_of
 from .bases import draw_inputs
-from .judging import changes, doubled, fault_of, logits_of, of_rows
+from .judging import PeftError, changes, doubled, fault_of, logits_of, of_peft, of_rows
 
 if TYPE_CHECKING:
     from .runs import World
@@ -62,6 +62,8 @@ class Case:
             outcome, fault = self.world.judge_refusal(error, [row for row in rows if row])
             self.refusals.append(f"{way} {outcome}")
             fault = fault or self.world.changed()
+        except PeftError:
+            fault, self.judged = None, False
         if fault:
             return "wrong", f"{way}: {fault}"
         if draw.random() < 0.1 and loaded:
@@ -169,7 +171,8 @@ class Case:
         found = self.model.generate(adapters=names, **given, **words)
         for row in {id(row): row for row in rows}.values():
             own = [at for at, other in enumerate(rows) if other is row]
-            right = self._peft(row).generate(**of_rows(given, own), **words)
+            with of_peft():
+                right = self._peft(row).generate(**of_rows(given, own), **words)
             for place, at in enumerate(own):
                 fault = self._fault_of_tokens(found, at, right, place)
                 if fault:
@@ -217,7 +220,7 @@ class Case:
     def _continued(self, ids: torch.Tensor, at: int, a: Any, b: Any, get: Any) -> torch.Tensor:
         """Return PEFT's logits of one row: one adapter, then another from the first one's cache."""
         length = ids.shape[1]
-        with torch.no_grad():
+        with of_peft():
             first = get(a)(input_ids=ids[:, :at], use_cache=True)
             if at == length:
                 return first.logits[0]

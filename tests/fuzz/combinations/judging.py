@@ -1,6 +1,7 @@
 """Whether rows are those of PEFT: in float32, where two orders of sums differ."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,9 +48,23 @@ def fault_of(
     return f"off by {ours:.3g} of {scale:.3g}, PEFT in float32 by {own:.3g}"
 
 
+class PeftError(Exception):
+    """PEFT itself cannot run an adapter on a batch, e.g. aLoRA of OPT, which flattens its rows."""
+
+
+@contextmanager
+def of_peft() -> Iterator[None]:
+    """Tell PEFT's errors from the library's."""
+    try:
+        with torch.no_grad():
+            yield
+    except Exception as error:
+        raise PeftError(f"{type(error).__name__}: {error}") from error
+
+
 def logits_of(model: Any, given: dict[str, Any]) -> torch.Tensor:
-    """Return the values that tell the rows of a model's output apart."""
-    with torch.no_grad():
+    """Return the values of PEFT's model that tell the rows of its output apart."""
+    with of_peft():
         found: torch.Tensor = result(model(**given))
     return found
 

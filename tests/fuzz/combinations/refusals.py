@@ -33,6 +33,7 @@ KNOWN: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "own modules that are not called": ("cannot be replaced row by row", _has(*OWN)),
     "own modules of another kind": ("has a \\w+ of its own for", _has(*OWN)),
     "own modules that are adapted, too": ("has both LoRA and a weight of its own", _has(*OWN)),
+    "own tokens of a tied head with a bias": ("whose bias PEFT leaves out", _has(*OWN)),
     "own modules that are tied": ("has two values for .* shares", _has(*OWN)),
     "modules_to_save that PEFT does not save": ("lacks what its adapter_con", _saves_twice),
     "lora_bias, with a strength": ("has a LoRA bias .* no strength", _has("lora_bias")),
@@ -50,8 +51,9 @@ KNOWN: dict[str, tuple[str, Callable[[Config], bool]]] = {
 def feature_of(message: str, configs: list[Config]) -> str | None:
     """Return the feature that an error names; None if no adapter of the case has it."""
     first = message.splitlines()[0]
-    if "features that this library cannot reproduce exactly" in first:
-        for key, value in re.findall(r"(?:given:|-) (\w+)(?: with \w+)? = (.*?): ", message):
+    if re.search("features? that this library cannot reproduce exactly", first):
+        fields = r"(?:given:|-) (\w+)(?: with \w+)? = (.*?)(?:: | with )"
+        for key, value in re.findall(fields, message):
             if any(config.get(key) for config in configs):
                 return f"{key} = {value}" if key == INIT else key
         return None
