@@ -75,6 +75,7 @@ class Replacements:
             UnsupportedInputError: a module of a kind that cannot be replaced row by row.
         """
         # Checks first, hooks last: a refused adapter leaves nothing at the model.
+        self._check_invocation(checkpoint)
         check_tying(self._base, checkpoint)
         self._check_residuals(checkpoint)
         values = self._values(checkpoint)
@@ -105,6 +106,18 @@ class Replacements:
         if checkpoint.own.invocation:
             replacements[""] = Invocation(checkpoint.own.invocation)
         return replacements
+
+    def _check_invocation(self, checkpoint: Checkpoint) -> None:
+        """Refuse aLoRA of MPT: PEFT passes its hooks by there, and computes the base model."""
+        kind = getattr(getattr(self._base, "config", None), "model_type", None)
+        if checkpoint.own.invocation and kind == "mpt":
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} acts from its invocation tokens on (aLoRA), which PEFT does "
+                f"not run on MPT\n"
+                f"  given: alora_invocation_tokens, and a base model of model_type 'mpt'\n"
+                f"  allowed: LoRA without an invocation\n"
+                f"  to do: train the adapter without alora_invocation_tokens"
+            )
 
     def _check_residuals(self, checkpoint: Checkpoint) -> None:
         """Refuse PiSSA and OLoRA of a weight that other modules share: PEFT changes those, too."""

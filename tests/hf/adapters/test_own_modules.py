@@ -309,6 +309,22 @@ def test_an_invocation_with_modules_of_its_own_is_refused(tmp_path):
         model.load_adapter("own", folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "targets", "task", "reason"),
+    [
+        ("Mpt", ["Wqkv"], "CAUSAL_LM", "which PEFT does not run on MPT"),
+        ("Llama", ["q_proj"], None, "in causal language models alone"),
+    ],
+)
+def test_an_invocation_that_peft_passes_by_is_refused(tmp_path, name, targets, task, reason):
+    config = {"target_modules": targets, "alora_invocation_tokens": [9], "task_type": task}
+    folder, ids = saved(tmp_path, sweep.build(name), "own", **config), torch.tensor([[12, 9, 8]])
+    peft = sweep.in_peft(sweep.build(name), folder)
+    assert torch.equal(peft(input_ids=ids).logits, sweep.build(name)(input_ids=ids).logits)
+    with pytest.raises(UnsupportedInputError, match=reason):
+        MultiLoRAModel(sweep.build(name), "torch_ref", max_rank=3).load_adapter("own", folder)
+
+
 class Noise(torch.nn.Module):
     """Adds random numbers, also in eval mode."""
 
