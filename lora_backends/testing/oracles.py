@@ -199,7 +199,7 @@ def expected_embedding(
     return expected_linear(x, weights, batch, base_output, intermediate=intermediate)
 
 
-def one_hot(token_ids: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def one_hot(token_ids: torch.Tensor, columns: int, dtype: torch.dtype | None) -> torch.Tensor:
     """Return ``one_hot(token_ids)`` on the CPU, also for no tokens and 0 columns, unlike torch."""
     ids = token_ids.cpu().long()[:, None]
     return torch.zeros(len(ids), columns, dtype=dtype, device="cpu").scatter_(1, ids, 1)
