@@ -128,6 +128,7 @@ class OwnModules:
     originals: Mapping[str, Tensor] = field(default_factory=dict)
     """By path of the parameter: copies of the base model's, which PEFT loads into it."""
     promises: Promises = Promises()
+    task_type: str | None = None  # of adapter_config.json: PEFT runs aLoRA for CAUSAL_LM alone
 
     def __bool__(self) -> bool:
         return bool(self.parameters or self.tokens or self.invocation)

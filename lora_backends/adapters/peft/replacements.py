@@ -92,12 +92,10 @@ def take_replacements(
         given = f"ensure_weight_tying = true, rows of {', '.join(tokens)}"
         raise UnsupportedInputError(problem(path, what, given, "ensure_weight_tying = false"))
     invocation = tuple(config.alora_invocation_tokens or ())
-    if invocation and config.task_type != "CAUSAL_LM":
-        what = "PEFT looks for the invocation of an aLoRA in causal language models alone"
-        given = f"alora_invocation_tokens, and task_type = {as_json(config.task_type)}"
-        to_do = 'set task_type to "CAUSAL_LM" if the adapter was trained as aLoRA'
-        raise UnsupportedInputError(problem(path, what, given, 'task_type "CAUSAL_LM"', to_do))
-    return OwnModules(parameters, tokens, invocation, originals=originals), rest
+    own = OwnModules(
+        parameters, tokens, invocation, originals=originals, task_type=config.task_type
+    )
+    return own, rest
 
 
 def _original(key: str, tensor: Tensor) -> dict[str, Tensor]:

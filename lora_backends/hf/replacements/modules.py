@@ -108,15 +108,16 @@ class Replacements:
         return replacements
 
     def _check_invocation(self, checkpoint: Checkpoint) -> None:
-        """Refuse aLoRA of MPT: PEFT passes its hooks by there, and computes the base model."""
+        """Refuse aLoRA where PEFT looks for no invocation and computes the base model."""
         kind = getattr(getattr(self._base, "config", None), "model_type", None)
-        if checkpoint.own.invocation and kind == "mpt":
+        task = checkpoint.own.task_type
+        if checkpoint.own.invocation and (kind == "mpt" or task != "CAUSAL_LM"):
             raise UnsupportedInputError(
                 f"{checkpoint.folder} acts from its invocation tokens on (aLoRA), which PEFT does "
-                f"not run on MPT\n"
-                f"  given: alora_invocation_tokens, and a base model of model_type 'mpt'\n"
-                f"  allowed: LoRA without an invocation\n"
-                f"  to do: train the adapter without alora_invocation_tokens"
+                f"not run here\n"
+                f"  given: alora_invocation_tokens, task_type {task!r}, model_type {kind!r}\n"
+                f"  allowed: task_type 'CAUSAL_LM', and other models than MPT\n"
+                f"  to do: train the adapter without alora_invocation_tokens, or correct task_type"
             )
 
     def _check_residuals(self, checkpoint: Checkpoint) -> None:

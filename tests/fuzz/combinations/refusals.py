@@ -28,7 +28,7 @@ def _saves_twice(config: Config) -> bool:
 
 KNOWN: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "aLoRA with modules of its own": ("and has modules of its own besides", _has(*OWN)),
-    "aLoRA that PEFT passes by": ("which PEFT does not run on MPT|models alone", _has(OWN[3])),
+    "aLoRA that PEFT passes by": ("which PEFT does not run here", _has(OWN[3])),
     "own modules, prepared": ("has modules of its own .* cannot be prepared", _has(*OWN)),
     "own modules, with a strength": ("has modules of its own .* no strength", _has(*OWN)),
     "own modules that are not called": ("cannot be replaced row by row", _has(*OWN)),
