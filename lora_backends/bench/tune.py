@@ -179,6 +179,7 @@ def _write(job: Tuning, entries: Iterable[Entry]) -> None:
         backend=job.backend,
         device=device,
         capability=capability,
+        multiprocessors=gpu_of(job.device).multiprocessors,
         versions=_versions(),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         batches=tuple(best_tiles(entries).values()),
