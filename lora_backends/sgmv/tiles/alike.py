@@ -9,23 +9,20 @@ multiprocessors whose ratio is below `MOST_RATIO`.
 - **Multiprocessors.** A grid with as many programs for each of them takes as many rounds. The parts
   of the inputs follow their number (`scaled`). Other sizes are powers of two: below a ratio of the
   root of two, the nearest one is the measured one.
-- **Bandwidth** does not count. It decides how many bytes have to be in flight, and loads that are
-  enough for the faster memory are enough for the slower.
+- **Bandwidth** does not count. It decides how many bytes have to be in flight: a table of the faster
+  memory has enough of them for the slower, and one of the slower may have too few for the faster.
 
-H200, H100 SXM and GH200 (9.0, 132 multiprocessors) are alike, with H100 PCIe (114), but not H20 (9.0,
-78); L40S (8.9, 142) and RTX 4090 (128) are, L4 (58) is not; A100 (8.0, 108) has no like card here.
+H200, H100 SXM and GH200 (9.0, 132 multiprocessors) and H100 PCIe (114) are alike; H20 (78) is not.
+L40S (8.9, 142) and RTX 4090 (128) are alike; L4 (58) is not. A100 (8.0, 108) is unlike A30 (56).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from lora_backends.sgmv.tiles.gpu import Gpu
 from lora_backends.sgmv.tiles.sizes import LayerShape, TileConfig, part_waste
-
-if TYPE_CHECKING:
-    from lora_backends.sgmv.tiles.gpu import Gpu
 
 MOST_RATIO = math.sqrt(2)
 """Between the multiprocessors of cards that are alike."""
@@ -57,15 +54,16 @@ def scaled(tiles: TileConfig, layer: LayerShape, measured: int, gpu: Gpu) -> Til
 
     Returns:
         The sizes with the split_k nearest in ratio to ``split_k * gpu.multiprocessors / measured``,
-        where steps that a part wastes count as distance; the same sizes on as many multiprocessors.
+        where steps that parts waste count as distance; the same sizes on as many multiprocessors.
     """
     shrink, wanted = tiles.shrink, tiles.shrink.split_k * gpu.multiprocessors / measured
     if gpu.multiprocessors == measured:
         return tiles
 
     def distance(split: int) -> float:
-        waste = part_waste(layer.in_features, shrink.block_k, split)
-        return abs(math.log(split / wanted)) + math.log(waste)
+        ratio = max(split, wanted) / min(split, wanted)
+        # rounded: of equal ones, the fewest parts
+        return round(ratio * part_waste(layer.in_features, shrink.block_k, split), 6)
 
     most = min(MOST_PARTS, -(-layer.in_features // shrink.block_k))
     split_k = min(range(1, most + 1), key=distance)

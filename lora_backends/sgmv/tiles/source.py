@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.resources import files
@@ -43,6 +43,10 @@ REACH = 2.0
 """A measured batch stands for batches with up to this many times its tokens and active slots."""
 
 
+Index = Mapping[tuple[LayerShape, int], Sequence[Entry]]
+"""The entries of a table by layer and tokens per tile."""
+
+
 @dataclass(frozen=True, eq=False)
 class TileSource:
     """Answers an engine's two questions about sizes; both functions are pure and cached."""
@@ -50,6 +54,8 @@ class TileSource:
     tile_tokens: Callable[[int, int], int]  # (num_tokens, active_slots) to tokens per tile
     choose_tiles: Callable[[BatchShape, LayerShape], TileConfig]
     files: tuple[str, ...] = ()  # tables in use, the strongest first; () means the rules alone
+    measured: Callable[[BatchShape, LayerShape], TileConfig | None] = lambda *_: None
+    """Returns the sizes that a table of this very device has for a layer, or None."""
     like: str | None = None  # the device of the last table, where that is another one
 
     @property
@@ -89,7 +95,7 @@ def tile_source(
     if not isinstance(tiles, str | os.PathLike):
         raise InvalidInputError(
             f"tiles of backend {backend!r}: given {tiles!r}\n"
-            f"  allowed: 'auto', 'rules', or the file of a table"
+            f"  allowed: 'auto', 'rules', 'tune:60s' for instance, or the file of a table"
         )
     if batch_invariant and tiles not in ("auto", "rules"):
         raise InvalidInputError(
@@ -172,6 +178,7 @@ def _of_like_card(folder: Path, backend: str, device: torch.device) -> dict[Path
 def _from_tables(given: Mapping[Path, TileTable], device: torch.device, gpu: Gpu) -> TileSource:
     tables = list(given.values())
     indexes = [_index(table) for table in tables]
+    own = [index for index, table in zip(indexes, tables, strict=True) if is_of(table, device)]
     like = None if is_of(tables[-1], device) else tables[-1].device
 
     @lru_cache(maxsize=4096)
@@ -184,21 +191,28 @@ def _from_tables(given: Mapping[Path, TileTable], device: torch.device, gpu: Gpu
 
     @lru_cache(maxsize=4096)
     def choose_tiles(batch: BatchShape, layer: LayerShape) -> TileConfig:
-        for index in indexes:
-            entries = index.get((layer, batch.tile_tokens), ())
-            near = nearest(entries, batch.num_tokens, batch.active_slots)
-            if near is not None:
-                found: TileConfig = near.tiles
-                return found
+        found = _first(indexes, batch, layer)
+        if found is not None:
+            return found
         if layer.item_bytes == 1:
             wide = replace(layer, item_bytes=2)
             return rules.of_8_bits(choose_tiles(batch, wide), batch, wide, gpu)
         return rules.choose_tiles(batch, layer, gpu)
 
-    return TileSource(tile_tokens, choose_tiles, tuple(map(str, given)), like)
+    return TileSource(tile_tokens, choose_tiles, tuple(map(str, given)), partial(_first, own), like)
 
 
-def _index(table: TileTable) -> dict[tuple[LayerShape, int], list[Entry]]:
+def _first(indexes: Iterable[Index], batch: BatchShape, layer: LayerShape) -> TileConfig | None:
+    """Return the sizes of the first table that measured a layer near a batch."""
+    for index in indexes:
+        entries = index.get((layer, batch.tile_tokens), ())
+        near: Entry | None = nearest(entries, batch.num_tokens, batch.active_slots)
+        if near is not None:
+            return near.tiles
+    return None
+
+
+def _index(table: TileTable) -> Index:
     index = defaultdict(list)
     for entry in table.entries:
         index[entry.layer, entry.tile_tokens].append(entry)

@@ -1,7 +1,7 @@
 """Files of measured tile sizes, checked before any size is used.
 
-A table belongs to one backend and one device model; cards that are `alike` may take it, too. It holds
-the fastest sizes measured for some layer shapes and batches.
+A table belongs to one backend and one device model; cards that are `alike` may take it, too. It
+holds the fastest sizes measured for some layer shapes and batches.
 """
 
 from __future__ import annotations
