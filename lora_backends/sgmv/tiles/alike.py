@@ -9,8 +9,8 @@ multiprocessors whose ratio is below `MOST_RATIO`.
 - **Multiprocessors.** A grid with as many programs for each of them takes as many rounds. The parts
   of the inputs follow their number (`scaled`). Other sizes are powers of two: below a ratio of the
   root of two, the nearest one is the measured one.
-- **Bandwidth** does not count. It decides how many bytes have to be in flight: a table of the faster
-  memory has enough of them for the slower, and one of the slower may have too few for the faster.
+- **Bandwidth** does not count. It decides how many bytes have to be in flight. A table of faster
+  memory has enough of them for slower memory; the other way around there may be too few.
 
 H200, H100 SXM and GH200 (9.0, 132 multiprocessors) and H100 PCIe (114) are alike; H20 (78) is not.
 L40S (8.9, 142) and RTX 4090 (128) are alike; L4 (58) is not. A100 (8.0, 108) is unlike A30 (56).
