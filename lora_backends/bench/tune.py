@@ -27,7 +27,7 @@ from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.gpu import gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, BatchShape, LayerShape, tile_faults
-from lora_backends.sgmv.tiles.source import TileSource, user_folder
+from lora_backends.sgmv.tiles.source import TileSource, tile_source, user_folder
 from lora_backends.sgmv.tiles.table import (
     SCHEMA,
     BatchTiles,
@@ -103,7 +103,9 @@ def tune_points(
     done = {point.key for point in job.points if same_software and point.key in entries}
     progress = TuningState(entries, len(done))
     todo = [point for point in job.points if point.key not in done]
-    in_use = engine_with_tiles(job.backend)(job.device).tile_source
+    # not a backend's: it would tune at first use where the environment asks for that
+    package = engine_with_tiles(job.backend).entry_kernels.__package__
+    in_use = tile_source(job.backend, package, job.device, "auto")
     end = now() + job.budget
     for i, point in enumerate(todo):
         start = now()

@@ -110,6 +110,11 @@ def test_a_search_begins_with_the_table_that_backends_read(job, tmp_path, monkey
     assert second.tried <= len(job.points)
 
 
+def test_a_search_does_not_tune_at_first_use(job, monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_TUNE", "60s")
+    assert len(_tune(job).entries) == len(job.points)
+
+
 def test_a_broken_table_in_use_is_an_error_before_anything_is_searched(job, tmp_path, monkeypatch):
     monkeypatch.setenv("LORA_BACKENDS_TILES", str(tmp_path))
     (tmp_path / file_name("triton", CPU)).write_text('{"schema": 1}')
