@@ -10,6 +10,7 @@ Source:
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -112,18 +113,24 @@ def search(
 
 
 def neighbours(tiles: Any) -> list[Any]:
-    """Return a TileConfig with one size doubled, halved, or one more or less."""
-    candidates: dict[Any, None] = {}
-    for half in fields(tiles):
-        sizes = getattr(tiles, half.name)
-        for field in fields(sizes):
-            size = getattr(sizes, field.name)
-            # sizes are powers of two; stages and parts count by one
-            for step in (2 * size, size // 2, size + 1, size - 1):
-                if step > 0:
-                    changed = replace(sizes, **{field.name: step})
-                    candidates[replace(tiles, **{half.name: changed})] = None
-    return list(candidates)
+    """Return a TileConfig with one size doubled, halved, or one more or less.
+
+    The two kernels take turns, so that a search with little time tries sizes of both.
+    """
+    halves = [_changed(tiles, half.name) for half in fields(tiles)]
+    in_turns = itertools.chain.from_iterable(itertools.zip_longest(*halves))
+    return list(dict.fromkeys(each for each in in_turns if each is not None))
+
+
+def _changed(tiles: Any, half: str) -> list[Any]:
+    sizes, changed = getattr(tiles, half), []
+    for field in fields(sizes):
+        size = getattr(sizes, field.name)
+        # sizes are powers of two; stages and parts count by one
+        for step in (2 * size, size // 2, size + 1, size - 1):
+            if step > 0:
+                changed.append(replace(tiles, **{half: replace(sizes, **{field.name: step})}))
+    return changed
 
 
 def fastest(rivals: Sequence[Any], sample: Callable[[Any], float]) -> Any:

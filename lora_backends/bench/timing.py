@@ -48,7 +48,8 @@ def captured(call: Call, num_layers: int) -> torch.cuda.CUDAGraph:
         call(layer)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # thread_local: a program that tunes at first use may allocate in other threads meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for layer in range(num_layers):
             call(layer)
     return graph

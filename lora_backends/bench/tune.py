@@ -7,7 +7,6 @@ the same command continues with the points that it lacks.
 from __future__ import annotations
 
 import datetime
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,13 +20,14 @@ from lora_backends.bench.cells import Cell
 from lora_backends.bench.job import best_device, make_job
 from lora_backends.bench.results import versions, writable_file, write_whole
 from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search
-from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.common.durations import seconds_of
+from lora_backends.errors import UnsupportedInputError
 from lora_backends.selection.registry import backend_class, unavailable_reasons
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.gpu import gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, BatchShape, LayerShape, tile_faults
-from lora_backends.sgmv.tiles.source import TileSource, user_folder
+from lora_backends.sgmv.tiles.source import TileSource, tile_source, user_folder
 from lora_backends.sgmv.tiles.table import (
     SCHEMA,
     BatchTiles,
@@ -42,8 +42,6 @@ from lora_backends.sgmv.tiles.table import (
 DEFAULTS = {"tokens": "1,16,64,256,2048", "adapters": "1,8,64", "rank": "16"}
 """The batches to tune unless others are given; a measured batch serves those within a factor of 2.
 """
-
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 Key = tuple[LayerShape, int, int, int]  # of an entry: layer, tokens, active slots, tile
 
@@ -105,7 +103,9 @@ def tune_points(
     done = {point.key for point in job.points if same_software and point.key in entries}
     progress = TuningState(entries, len(done))
     todo = [point for point in job.points if point.key not in done]
-    in_use = engine_with_tiles(job.backend)(job.device).tile_source
+    # not a backend's: it would tune at first use where the environment asks for that
+    package = engine_with_tiles(job.backend).entry_kernels.__package__
+    in_use = tile_source(job.backend, package, job.device, "auto")
     end = now() + job.budget
     for i, point in enumerate(todo):
         start = now()
@@ -179,6 +179,7 @@ def _write(job: Tuning, entries: Iterable[Entry]) -> None:
         backend=job.backend,
         device=device,
         capability=capability,
+        multiprocessors=gpu_of(job.device).multiprocessors,
         versions=_versions(),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         batches=tuple(best_tiles(entries).values()),
@@ -260,7 +261,7 @@ def make_tuning(
             or an existing file that is no table of this device; nothing has been measured.
     """
     engine_with_tiles(backend)
-    seconds, where = parse_budget(budget), _gpu(backend, device)
+    seconds, where = seconds_of(budget, "--budget"), _gpu(backend, device)
     asked = layers | {key: layers.get(key) or value for key, value in DEFAULTS.items()}
     # checks must not depend on the table that is about to be written
     options = [f"{backend}.tiles=rules"]
@@ -295,15 +296,6 @@ def _gpu(backend: str, device: str | None) -> torch.device:
     if reasons:
         raise UnsupportedInputError(f"{backend} cannot be tuned on {where}: {' '.join(reasons)}")
     return where
-
-
-def parse_budget(text: str) -> float:
-    """Return the seconds of "90s", "5m" or "1h"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
-    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if seconds <= 0:
-        raise InvalidInputError(f"--budget {text!r}\n  allowed: e.g. 90s, 5m, 1h")
-    return seconds
 
 
 def make_points(cells: Sequence[Cell], dtype: torch.dtype) -> list[Point]:

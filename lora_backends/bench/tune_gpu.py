@@ -1,29 +1,20 @@
-"""Compiling, checking and timing tile sizes on a GPU: the `Lab` of a search.
-
-Candidates are compiled one by one, in 0.5 to 1 s for a kernel. A candidate changes one kernel of
-two, and the batches of a layer share kernels, which do not depend on the numbers of tokens and
-adapters.
-"""
+"""The labs of a tuning run: `GpuLab`s for its points."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from lora_backends.backend import LoRAPlan
-from lora_backends.bench.layers import Workload, check, make_layers, make_workload, reference
-from lora_backends.bench.timing import between_events, captured
+from lora_backends.backend import LoRABackend
+from lora_backends.bench.lab import GpuLab
+from lora_backends.bench.layers import make_layers, make_workload
 from lora_backends.bench.tune import Point, Tuning
 from lora_backends.selection.choice import get_backend
 from lora_backends.sgmv.tiles.source import fixed_source
 from lora_backends.weights import LoRAWeights
-
-SAMPLE_US = 1000.0
-"""A timing replays a graph for about as long, so that many fit into one search."""
 
 
 def gpu_lab(job: Tuning) -> Callable[[Point], GpuLab]:
@@ -36,62 +27,10 @@ def gpu_lab(job: Tuning) -> Callable[[Point], GpuLab]:
         if key not in made:
             made.clear()  # the next weights may need the memory
             made[key] = make_layers(point.cell, job.device, job.dtype)
-        return GpuLab(job, point, make_workload(point.cell, made[key]))
+        return GpuLab(partial(_backend, job, point), make_workload(point.cell, made[key]))
 
     return lab_of
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    graph: torch.cuda.CUDAGraph
-    replays: int  # of one timing
-    plan: LoRAPlan  # the graph reads it
-
-
-class GpuLab:
-    """A `Lab` for one point: it runs the point's batch on the layers of its workload."""
-
-    def __init__(self, job: Tuning, point: Point, work: Workload) -> None:
-        self._job, self._point, self._work = job, point, work
-        self._expected = reference(work)
-        self._prepared: dict[Any, _Prepared] = {}
-
-    def prepare(self, tiles: Any) -> str | None:
-        """Compile, compare with plain products, and capture a graph over all layers."""
-        try:
-            self._prepared[tiles] = self._capture(tiles)
-        except Exception as error:  # of the compiler, the driver, or a wrong result
-            torch.cuda.synchronize()  # raises, and ends the run, if the device is lost
-            first = (str(error).strip() or "no message").splitlines()[0]
-            return f"{type(error).__name__}: {first}"
-        return None
-
-    def sample(self, tiles: Any) -> float:
-        """Return microseconds of one call: some replays of the graph, over its layers."""
-        prepared = self._prepared[tiles]
-        return self._replay(prepared.graph, prepared.replays)
-
-    def keep(self, kept: Iterable[Any]) -> None:
-        """Free all graphs but these."""
-        self._prepared = {tiles: self._prepared[tiles] for tiles in kept}
-
-    def _capture(self, tiles: Any) -> _Prepared:
-        work, source = self._work, fixed_source(self._point.tile_tokens, tiles)
-        backend = get_backend(self._job.backend, self._job.device, tiles=source)
-        plan = backend.prepare_batch(work.batch)
-
-        def call(layer: int) -> object:
-            return backend.run_linear(work.x, work.layers[layer], plan, work.y)
-
-        check(call, work, self._expected)
-        graph = captured(call, len(work.layers))
-        self._replay(graph, 1)
-        once = self._replay(graph, 1) * len(work.layers)
-        return _Prepared(graph, max(1, min(100, math.ceil(SAMPLE_US / once))), plan)
-
-    def _replay(self, graph: torch.cuda.CUDAGraph, replays: int) -> float:
-        def run() -> None:
-            for _ in range(replays):
-                graph.replay()
-
-        return between_events(run) / (replays * len(self._work.layers))
+def _backend(job: Tuning, point: Point, tiles: Any) -> LoRABackend:
+    return get_backend(job.backend, job.device, tiles=fixed_source(point.tile_tokens, tiles))

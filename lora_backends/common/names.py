@@ -8,6 +8,8 @@ ENV_PREFIX = "LORA_BACKENDS_"
 """The prefix of the library's environment variables."""
 TILES_VARIABLE = ENV_PREFIX + "TILES"
 """The environment variable that names the user's folder of tile tables."""
+TUNE_VARIABLE = ENV_PREFIX + "TUNE"
+"""The environment variable that lets engines tune tile sizes at first use: how long, e.g. "60s"."""
 
 VLLM_VARIABLE = ENV_PREFIX + "VLLM"
 """The environment variable that wakes the plug-in for vLLM: "auto", or the name of a backend."""

@@ -23,7 +23,13 @@ from typing_extensions import override
 from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.common.devices import as_device
 from lora_backends.common.files import as_path, read_text
-from lora_backends.common.names import AUTO, ENV_PREFIX, TILES_VARIABLE, VLLM_VARIABLE
+from lora_backends.common.names import (
+    AUTO,
+    ENV_PREFIX,
+    TILES_VARIABLE,
+    TUNE_VARIABLE,
+    VLLM_VARIABLE,
+)
 from lora_backends.errors import (
     InvalidInputError,
     UnknownBackendError,
@@ -236,7 +242,7 @@ class LoRAConfig(BaseSettings):
     @classmethod
     def _check_environment(cls) -> None:
         fields = [ENV_PREFIX + field.upper() for field in LoRAConfig.model_fields]
-        allowed = [*fields, TILES_VARIABLE, VLLM_VARIABLE]
+        allowed = [*fields, TILES_VARIABLE, TUNE_VARIABLE, VLLM_VARIABLE]
         for variable in os.environ:
             # pydantic-settings ignores unknown variables, and a typing error would pass unseen
             if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in allowed:

@@ -31,8 +31,9 @@ from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch
 from lora_backends.sgmv.launching.tma import has_tma
 from lora_backends.sgmv.layout import SgmvPlan
+from lora_backends.sgmv.tiles.first_use import asked_source
 from lora_backends.sgmv.tiles.gpu import gpu_of
-from lora_backends.sgmv.tiles.source import TileSource, tile_source
+from lora_backends.sgmv.tiles.source import TileSource
 from lora_backends.weights import LoRAWeights
 
 EMPTY_ROW = 0 if INTERPRETED else 1
@@ -76,8 +77,7 @@ class SgmvBackend(LoRABackend):
         tiles: str | os.PathLike[str] | TileSource = "auto",
     ) -> None:
         super().__init__(device)
-        package = self.entry_kernels.__package__
-        source = tile_source(self.name, package, self.device, tiles, batch_invariant)
+        source = asked_source(type(self), self.device, tiles, batch_invariant)
         self.allow_tf32 = allow_tf32
         self._is_cuda = self.device.type == "cuda"
         self.batch_invariant = batch_invariant

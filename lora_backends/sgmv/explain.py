@@ -60,12 +60,12 @@ def explanation(
             count_shrink(cut.pieces, layer, tiles.shrink),
             count_expand(cut.pieces, layer, tiles.expand),
         ),
-        facts=(fact, *describe(tiles, source.files)),
+        facts=(fact, *describe(tiles, source.origin)),
         legend=legend,
     )
 
 
-def describe(tiles: TileConfig, sources: Sequence[str]) -> tuple[str, str]:
+def describe(tiles: TileConfig, origin: str) -> tuple[str, str]:
     """Return a sentence about the sizes, and one about their source."""
     shrink, expand = tiles.shrink, tiles.expand
     parts = f"inputs in {shrink.split_k} parts" if shrink.split_k > 1 else "inputs in one part"
@@ -77,7 +77,6 @@ def describe(tiles: TileConfig, sources: Sequence[str]) -> tuple[str, str]:
         f"expand: {columns} columns a program, {ranks}"
         f"{', token by token' * (expand.num_stages == 0)}"
     )
-    origin = ", then ".join([*sources, "the rules"]) if sources else "the rules"
     return sizes, f"sizes from {origin}"
 
 

@@ -31,10 +31,12 @@ class TritonBackend(SgmvBackend):
         batch_invariant: take the same tile sizes for every batch, so that a row's result does not
             depend on the rest of its batch. These sizes come from the rules; no table is read.
         tiles: "auto" takes tile sizes from the user's table for this device, else from the shipped
-            one, else from the rules; "rules" reads no table; else the file of a table.
+            one, or that of a like card (`sgmv.tiles.alike`), else from the rules; "rules" reads no
+            table; "tune:60s" also searches layers that no table of this card has, when they first
+            run, for 60 s in all (`sgmv.tiles.first_use`); else the file of a table.
 
     Raises:
-        InvalidInputError: a table is broken or belongs to another device.
+        InvalidInputError: a table is broken or belongs to a device that is not alike.
 
     Source:
         Punica: Multi-Tenant LoRA Serving, arXiv 2310.18547; the grid is that of vLLM's kernels.

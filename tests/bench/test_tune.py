@@ -15,10 +15,10 @@ from lora_backends.bench.tune import (
     gains,
     make_points,
     make_tuning,
-    parse_budget,
     summary_lines,
     tune_points,
 )
+from lora_backends.common.durations import seconds_of
 from lora_backends.errors import InvalidInputError, UnknownBackendError, UnsupportedInputError
 from lora_backends.selection.registry import backend_class
 from lora_backends.sgmv.tiles import rules
@@ -108,6 +108,11 @@ def test_a_search_begins_with_the_table_that_backends_read(job, tmp_path, monkey
         key: entry.tiles for key, entry in first.entries.items()
     }
     assert second.tried <= len(job.points)
+
+
+def test_a_search_does_not_tune_at_first_use(job, monkeypatch):
+    monkeypatch.setenv("LORA_BACKENDS_TUNE", "60s")
+    assert len(_tune(job).entries) == len(job.points)
 
 
 def test_a_broken_table_in_use_is_an_error_before_anything_is_searched(job, tmp_path, monkeypatch):
@@ -225,13 +230,13 @@ def test_rules_that_cannot_be_run_are_skipped_and_named(job):
 
 @pytest.mark.parametrize("text, seconds", [("90s", 90), ("5m", 300), ("1.5h", 5400)])
 def test_budgets(text, seconds):
-    assert parse_budget(text) == seconds
+    assert seconds_of(text, "--budget") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "5", "m", "-5m", "0s", "5 days"])
 def test_a_budget_that_is_none_is_refused(text):
     with pytest.raises(InvalidInputError, match="allowed: e.g. 90s, 5m, 1h"):
-        parse_budget(text)
+        seconds_of(text, "--budget")
 
 
 def test_an_engine_without_tiles_is_refused():

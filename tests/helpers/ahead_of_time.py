@@ -1,7 +1,12 @@
-"""Compiles the engines' kernels without a device: ``python -m ahead_of_time cuda:90``.
+"""Compiles the engines' kernels without a device, see `compiled_by_a_process`.
 
 The kernels, their constants and options are those that `sgmv.launch` launches for a spread of
-layers and batches.
+layers and batches. Each form of each kernel is compiled to the end in a small shape, as time goes
+with the size of the code; shapes that take the most shared memory go as far as its allocation.
+
+One process compiles for targets that generate code almost alike. The first goes to the end. On the
+others one kernel of each name does. Kernels with other sizes than on the first, and those that take
+more than half of the room, go as far as the allocation of shared memory.
 """
 
 import math
@@ -10,18 +15,27 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lora_backends.sgmv.kernels.operands import ExpandSizes, ShrinkSizes
 
-TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
+TARGETS = [  # mma.sync; wgmma; tcgen05
+    "cuda:80 cuda:89 cuda:120",
+    "cuda:90",
+    "cuda:100 cuda:103",
+    "hip:gfx942",
+]
 GPUS = {  # multiprocessors, and shared memory of a program
     ("cuda", 80): (108, 163 << 10),
     ("cuda", 89): (58, 99 << 10),
     ("cuda", 90): (132, 227 << 10),
     ("cuda", 100): (148, 227 << 10),
+    ("cuda", 103): (148, 227 << 10),
     ("cuda", 120): (170, 99 << 10),
     ("hip", "gfx942"): (304, 64 << 10),
 }
+SHARED_ALONE = [("cuda", 89)]
+"""Targets for which no kernel is compiled to the end."""
 BARRIERS = 64  # bytes
 POINTERS = {
     "ranks_ptr": "*i32",
@@ -51,6 +65,8 @@ KEEP_FREED_MEMORY = (
 )
 """MLIR and LLVM free and allocate all the time: this spares about a tenth of it."""
 QKV, DOWN, ODD = ((4096, 1024, 1024), 4096, 16), ((4096,), 14336, 64), ((1001,), 77, 130)
+NARROW, SMALL = ((1024,), 14336, 64), ((1024,), 14336, 16)  # programs of few steps
+TINY = ((1001,), 77, 33)
 PRIME = ((4096,), 11008, 64)  # 43 steps of 256 inputs: parts are unequal
 ALL = ("linear", "separate", "embedding")
 STORAGE = {  # the dtype, and the block of a scale
@@ -68,47 +84,49 @@ FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slic
 CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "bf16"): [
         (QKV, (1, 1), None, ("linear", "beside")),  # row by row, without a matrix product
-        (QKV, (16, 1), None, ("linear", "beside")),
-        (ODD, (1, 1), None, (*ALL, "beside")),
-        (DOWN, (2048, 8), None, ("linear", "separate")),
-        (PRIME, (16, 8), None, ("linear",)),
-        (DOWN, (8192, 8), None, ("linear",)),  # B through TMA, where there is any
+        (ODD, (1, 1), None, ALL),
+        (NARROW, (2048, 8), None, ("linear",)),
+        (PRIME, (16, 8), None, ("beside",)),
     ],
     ("triton", "i8"): [
-        (QKV, (64, 8), None, ("linear int8", "factors e4m3")),
+        (QKV, (64, 8), None, ("factors e4m3",)),
         (PRIME, (1, 1), None, ("linear int8",)),
         (QKV, (64, 64), None, ("linear int8",)),  # row by row, without a matrix product
         (DOWN, (64, 8), None, ("linear int8",)),  # blocks of 16 ranks and 128 columns, too
-        (ODD, (64, 8), None, ("linear blocks",)),
-        (DOWN, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
-        (DOWN, (512, 8), None, ("linear blocks",)),  # the most shared memory
+        (TINY, (64, 8), None, ("linear blocks",)),
+        (NARROW, (2048, 8), None, ("linear int8",)),  # wgmma in the shrink
+        (SMALL, (64, 8), None, ("linear blocks",)),
         (QKV, (8192, 8), None, ("linear int8",)),  # B through TMA
     ],
-    ("triton", "fp16"): [(DOWN, (8192, 8), None, ("factors",))],
-    ("triton", "fp32"): [(DOWN, (2048, 8), None, ("linear",))],
+    # B through TMA, where there is any
+    ("triton", "fp16"): [(DOWN[:2] + (16,), (8192, 8), None, ("factors",))],
+    ("triton", "fp32"): [(SMALL, (2048, 8), None, ("linear",))],
     # the engines differ in how an entry kernel finds its row: tests/sgmv/test_engines.py
     ("csgmv", "bf16"): [
-        (ODD, (1, 1), 16, ALL),
-        (QKV, (64, 64), 128, ("linear", "beside")),
-        (DOWN, (8192, 8), 16, ("linear",)),  # groups of four segments
+        (ODD, (1, 1), 16, ("separate", "embedding")),
+        (QKV, (64, 64), 128, ("linear",)),
+        (SMALL, (2048, 8), 16, ("linear",)),  # groups of four segments
     ],
+}
+ROOMY = {  # as CASES, for shared memory alone
+    ("triton", "bf16"): [(DOWN, tokens, None, ("linear",)) for tokens in ((2048, 8), (8192, 8))],
+    ("triton", "i8"): [(DOWN, (512, 8), None, ("linear blocks",))],
 }
 
 
 BASES = [  # rows, columns, and whether there is a bias
     (1, 4096, False),
-    (64, 4096, True),
+    (64, 4096, True),  # the most shared memory
     (16, 14336, False),
-    (64, 14336, False),
     (64, 65536, True),
 ]
 
 
-def compiled_by_a_process(target, cache):
+def compiled_by_a_process(targets, cache):
     """Return the output of a process of its own: one that runs the interpreter cannot compile."""
     names = ("ahead_of_time", "experts_ahead_of_time", "backward_ahead_of_time")
     imports = f"import triton; from helpers import {', '.join(names)}"
-    code = "; ".join([imports, REPLACED, *(f"{name}.main()" for name in names)])
+    code = f"{imports}; {REPLACED}; ahead_of_time.main({', '.join(names)})"
     tests = Path(__file__).parents[1]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {
@@ -119,7 +137,7 @@ def compiled_by_a_process(target, cache):
     paths = [str(tests.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, target],
+        [sys.executable, "-W", "ignore", "-c", code, *targets.split()],
         cwd=tests,
         env=environment,
         capture_output=True,
@@ -144,16 +162,44 @@ def gpu_of(target):
     return Gpu(*GPUS[target.backend, target.arch])
 
 
-def compile_kernel(found, dtype, target):
-    """Compile a `SpecializedKernel` for weights of a dtype, all strides multiples of 16."""
-    import triton
+class Variant(NamedTuple):
+    """A kernel as it is launched."""
+
+    label: str
+    kernel: Any  # a `SpecializedKernel`
+    dtype: str  # of the weights
+    pointers: dict = {}  # dtypes of arguments, beside `POINTERS`
+    whole: bool = True  # False: compiled as far as shared memory
+
+    @property
+    def name(self):
+        return f"{self.kernel.kernel.__module__}.{self.kernel.kernel.__name__}"
+
+    @property
+    def settings(self):
+        """All that the code depends on."""
+        own = str(self.kernel.constants), str(self.kernel.options), str(self.pointers)
+        return self.name, self.dtype, *own
+
+    @property
+    def room(self):
+        """The settings that shared memory depends on, on targets with almost the same code."""
+        parts = r"(PROGRAMMATIC|SPLIT_K|'PROGRAMS')[=:] ?\w+", r"FIRST_PROGRAMS=\([^)]*\)"
+        free = "|".join((*parts, r", 'launch_pdl': \w+"))
+        return re.sub(free, "", "".join(map(str, self.settings)))
+
+
+def source_of(variant, target):
+    """Return a kernel as Triton's source and options: all strides are multiples of 16."""
     from triton.compiler import ASTSource
 
     from lora_backends.sgmv.launching.kernel import STAGES_ON_ROCM
 
+    found, dtype = variant.kernel, variant.dtype
     kernel, sizes, options = found.kernel, found.sizes, dict(found.options)
     if target.backend == "hip":
         options["num_stages"] = min(options["num_stages"], STAGES_ON_ROCM)
+    pointers = POINTERS | variant.pointers
     signature, attributes = {}, {}
     lacking = set()  # passed as None
     if "TILE" in getattr(found.constants.get("ROW"), "_fields", ()):
@@ -169,20 +215,78 @@ def compile_kernel(found, dtype, target):
         else:
             own = "bf16" if dtype == "i8" and name not in ("a_ptr", "b_ptr") else dtype
             default = f"*{own}" if name.endswith("_ptr") else "i32"
-            signature[name] = POINTERS.get(name, default)
+            signature[name] = pointers.get(name, default)
             if not kernel.params[place].do_not_specialize:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     named = {
         name: found.constants.get(name) for name in signature if signature[name] == "constexpr"
     }
-    source = ASTSource(kernel, signature, named, attributes)
+    return ASTSource(kernel, signature, named, attributes), options
+
+
+def compiled_shared(variant, target):
+    """Compile a kernel to the end; return the bytes of shared memory that it takes."""
+    import triton
+
+    source, options = source_of(variant, target)
     compiled = triton.compile(source, target=target, options=options)
-    assert compiled.metadata.shared <= gpu_of(target).shared_bytes
-    if isinstance(sizes, ShrinkSizes):
-        assert compiled.metadata.shared <= BARRIERS + most_shared_bytes(found, dtype)
     if target.backend == "cuda":
-        check_ptx(found, dtype, compiled.asm["ptx"])
-    return compiled
+        check_ptx(variant.kernel, variant.dtype, compiled.asm["ptx"])
+    return compiled.metadata.shared
+
+
+def allocated_shared(variant, target):
+    """Compile a kernel as far as its shared memory is allocated; return the bytes.
+
+    That takes a third of the time.
+    """
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    source, options = source_of(variant, target)
+    backend, context = make_backend(target), ir.context()
+    options = backend.parse_options(options)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(target, options, *functions, context)
+    stages = {}
+    backend.add_stages(stages, options, source.language)
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, {"target": target, **vars(options)})
+    manager = ir.pass_manager(context)
+    add_allocation(manager, target, options)
+    manager.run(module, "allocate")
+    return module.get_int_attr("ttg.shared")
+
+
+def add_allocation(manager, target, options):
+    """Add the first passes of Triton's `make_llir`, up to the one that allocates shared memory."""
+    from triton._C.libtriton import amd, nvidia, passes
+
+    if target.backend == "hip":
+        amd.passes.ttgpuir.add_update_async_wait_count(manager, options.arch)
+        amd.passes.ttgpuir.add_warp_pipeline_conversion(manager, options.arch)
+        passes.convert.add_scf_to_cf(manager)
+        passes.gluon.add_inliner(manager)
+        passes.convert.add_index_to_llvmir(manager)
+        amd.passes.ttgpuir.add_allocate_shared_memory(manager, options.arch)
+        return
+    from triton.backends.nvidia.compiler import get_ptx_version_from_options
+
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    passes.ttgpuir.add_allocate_warp_groups(manager, False)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    version = get_ptx_version_from_options(options, target.arch)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, target.arch, version)
+
+
+def check_shared(variant, target, shared):
+    """Check that a kernel has the room that it takes, and that the rules know how much it takes."""
+    assert shared <= gpu_of(target).shared_bytes, (variant, shared)
+    if isinstance(variant.kernel.sizes, ShrinkSizes):
+        assert shared <= BARRIERS + most_shared_bytes(variant.kernel, variant.dtype), variant
 
 
 def check_ptx(found, dtype, ptx):
@@ -269,8 +373,8 @@ def is_wide(sizes):
     return sizes.SLICE_ALIGN == 16 and sizes.EVEN_R and not odd
 
 
-def kernels(engine, dtype, programmatic, gpu):
-    """Yield every kernel that the engine launches for the layers and batches above."""
+def kernels(cases, engine, dtype, programmatic, gpu):
+    """Yield every kernel that the engine launches for layers and batches."""
     import torch
 
     from lora_backends.selection.registry import backend_class
@@ -283,7 +387,7 @@ def kernels(engine, dtype, programmatic, gpu):
     cls = backend_class(engine)
     options = launch.Options(cls, "ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
     item_bytes = 4 if dtype == "fp32" else 2
-    for (slices, inputs, rank), (tokens, active), segment_size, forms in CASES[engine, dtype]:
+    for (slices, inputs, rank), (tokens, active), segment_size, forms in cases[engine, dtype]:
         layer = LayerShape(len(slices), rank, inputs, sum(slices), item_bytes)
         constants, tile = row_constants(engine, segment_size, rules.tile_tokens(tokens, active))
         batch = BatchShape(tokens, active, tile)
@@ -326,21 +430,68 @@ def row_constants(engine, segment_size, tile):
     return lambda by_token: GroupRow(segment, group, by_token), segment * group
 
 
-def main():
-    target, done = target_of(sys.argv[1]), set()
-    programmatic = target.backend == "cuda" and target.arch >= 90
-    for engine, dtype in CASES:
-        for found in kernels(engine, dtype, programmatic, gpu_of(target)):
-            name = found.kernel.__name__
-            key = (engine, dtype, name, str(found.constants), str(found.options))
-            if key not in done:
-                done.add(key)
-                compile_kernel(found, dtype, target)
-                print("compiled", engine, dtype, name, flush=True)
-    for found in base_kernels(gpu_of(target)) if programmatic else ():
-        compile_kernel(found, "bf16", target)
-        print("compiled", "bf16", found.kernel.__name__, flush=True)
+def is_programmatic(target):
+    return target.backend == "cuda" and target.arch >= 90
 
 
-if __name__ == "__main__":
-    main()
+def variants(target):
+    """Yield the kernels of dense layers, forward."""
+    programmatic, gpu = is_programmatic(target), gpu_of(target)
+    for cases, whole in ((CASES, True), (ROOMY, False)):
+        for engine, dtype in cases:
+            for found in kernels(cases, engine, dtype, programmatic, gpu):
+                yield Variant(f"{engine} {dtype}", found, dtype, whole=whole)
+    for found in base_kernels(gpu) if programmatic else ():
+        yield Variant("bf16", found, "bf16")
+
+
+def main(*modules):
+    first, *others = map(target_of, sys.argv[1:])
+    done, taken = set(), {}  # shared memory
+    for variant in each_variant(modules, first):
+        if variant.settings not in done:
+            shared = (compiled_shared if variant.whole else allocated_shared)(variant, first)
+            check_shared(variant, first, shared)
+            done.add(variant.settings)
+            taken[variant.room] = max(shared, taken.get(variant.room, 0))
+            step = "compiled" if variant.whole else "allocated"
+            print(said(variant, first, step), shared, flush=True)
+    for target in others:
+        check_like(target, list(each_variant(modules, target)), taken)
+
+
+def check_like(target, found, taken):
+    """Check the kernels of a target with almost the code of one for which `taken` is known."""
+    own = {}  # shared memory on this target
+    ended = {}  # one variant of each kernel, with a matrix product if there is such a one
+    for variant in found:
+        shared = own.get(variant.room)
+        if shared is None:
+            shared = taken.get(variant.room)
+            if shared is None or 2 * shared > gpu_of(target).shared_bytes:
+                own[variant.room] = shared = allocated_shared(variant, target)
+                print(said(variant, target, "allocated"), shared, flush=True)
+        check_shared(variant, target, shared)
+        if variant.whole and (variant.name not in ended or not is_tiled(ended[variant.name])):
+            ended[variant.name] = variant
+    for variant in ended.values() if (target.backend, target.arch) not in SHARED_ALONE else ():
+        shared = compiled_shared(variant, target)
+        check_shared(variant, target, shared)
+        assert shared == own.get(variant.room, shared), variant
+        print(said(variant, target, "compiled"), shared, flush=True)
+    for room, shared in own.items():
+        taken.setdefault(room, shared)
+
+
+def each_variant(modules, target):
+    for module in modules:
+        yield from module.variants(target)
+
+
+def said(variant, target, step):
+    return f"{target.backend}:{target.arch} {step} {variant.label} {variant.name.split('.')[-1]}"
+
+
+def is_tiled(variant):
+    sizes = variant.kernel.sizes
+    return bool(getattr(sizes, "WARPS_K", 1) and getattr(sizes, "STAGES", 1))

@@ -1,12 +1,10 @@
-"""Compiles the backward's kernels without a device: ``python -m backward_ahead_of_time cuda:90``.
+"""The backward's kernels that `ahead_of_time` compiles.
 
 The kernels, their constants and options are those that `sgmv.backward` launches.
 """
 
-import sys
-
 from helpers import ahead_of_time
-from helpers.ahead_of_time import DOWN, ODD, QKV
+from helpers.ahead_of_time import DOWN, ODD, QKV, SMALL, TINY, Variant, gpu_of, is_programmatic
 
 TABLES = {
     "dh_ptr": "*fp32",
@@ -18,22 +16,25 @@ TABLES = {
     "order_ptr": "*i64",
 }
 UP = ((14336, 14336), 4096, 16)
-CASES = {  # layer, rows, tile, segment size of csgmv, dtypes that differ from the stacks'
+CASES = {  # layer, rows, tile, segment size of csgmv, outer products of A and of B, other dtypes
     ("triton", "bf16"): [
-        (QKV, 8192, 64, None, {}),
-        (UP, 32768, 64, None, {"out_ptr": "*fp32"}),
+        (QKV, 8192, 64, None, (True,), {}),
+        (UP, 32768, 64, None, (False,), {"out_ptr": "*fp32"}),
     ],
-    ("triton", "fp32"): [(DOWN, 16, 16, None, {})],
-    ("triton", "i8"): [(ODD, 300, 16, None, {})],
-    ("csgmv", "bf16"): [(QKV, 8192, 64, 16, {})],
+    ("triton", "fp32"): [(SMALL, 16, 16, None, (False, True), {})],
+    ("triton", "i8"): [(TINY, 300, 16, None, (), {})],  # only x and y have gradients
+    ("csgmv", "bf16"): [(QKV, 8192, 64, 16, (), {})],
 }
-STORED = {  # of 8 bits, and the block of a scale
-    ODD: ("float8_e5m2", (4, 16)),
+ROOMY = {  # as CASES, for shared memory alone
+    ("triton", "bf16"): [(QKV, 8192, 64, None, (False,), {})],
+    ("triton", "fp32"): [(DOWN, 16, 16, None, (), {})],
+    ("triton", "i8"): [(ODD, 300, 16, None, (), {})],
 }
+STORED = "float8_e5m2", (4, 16)  # of 8 bits, and the block of a scale
 
 
-def kernels(engine, dtype, programmatic, gpu, precision):
-    """Yield every kernel that the engine launches for the cases, and its pointers' dtypes."""
+def kernels(cases, engine, dtype, programmatic, gpu):
+    """Yield every kernel that the engine launches for cases, and its pointers' dtypes."""
     import torch
 
     from lora_backends.selection.registry import backend_class
@@ -45,10 +46,10 @@ def kernels(engine, dtype, programmatic, gpu, precision):
     from lora_backends.sgmv.tiles.source import rules_for
 
     options = Options(
-        backend_class(engine), precision, programmatic, False, rules_for(gpu), programmatic, gpu
+        backend_class(engine), "ieee", programmatic, False, rules_for(gpu), programmatic, gpu
     )
     of_names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    for layer, rows, tile, segment, pointers in CASES[engine, dtype]:
+    for layer, rows, tile, segment, outers, pointers in cases[engine, dtype]:
         slices, inputs, rank = layer
         constants, tile = ahead_of_time.row_constants(engine, segment, tile)
         own = of_names.get(dtype, torch.int8)
@@ -56,7 +57,7 @@ def kernels(engine, dtype, programmatic, gpu, precision):
         shape = LayerShape(len(slices), rank, inputs, sum(slices), own.itemsize)
         storage = PLAIN
         if dtype == "i8":
-            name, block = STORED[layer]
+            name, block = STORED
             storage = Storage(storage_kind(getattr(torch, name), programmatic), block, grad)
         row, aligns = constants(True), 16 if layer == UP else 0
         found = launch._dh_kernel(
@@ -64,18 +65,16 @@ def kernels(engine, dtype, programmatic, gpu, precision):
             options,
         )  # fmt: skip
         yield found, pointers
-        for adds in {False, layer == QKV}:
-            yield launch._dx_kernel(shape, aligns, storage, adds, row, options), {}
-        if dtype == "i8":
-            continue  # only x and y have gradients
+        yield launch._dx_kernel(shape, aligns, storage, layer == QKV, row, options), {}
         size = segment or tile
-        for widths, of_b in (((inputs,), False), (slices, True)):
+        for of_b in outers:
+            widths = slices if of_b else (inputs,)
             right = grad if of_b else own
             found = launch._outer_kernel(shape, widths, of_b, right, own, of_b, options)
             changed = pointers if of_b else {k: v for k, v in pointers.items() if k == "out_ptr"}
             runs = max(1, found.tiles.piece // size) if rows > found.tiles.piece else 0
             yield found.kernel(PieceSizes(size, runs, layer != UP, of_b)), changed
-        if (layer, dtype) == (QKV, "bf16"):
+        if (layer, engine) == (QKV, "triton"):
             pieces = PieceSizes(size, 2048 // size, False, False)
             yield launch._sum_kernel(6144, pieces), {"values_ptr": "*fp32"}
             yield launch._pieces_kernel(16 * 4096, pieces), {}
@@ -83,21 +82,10 @@ def kernels(engine, dtype, programmatic, gpu, precision):
             yield launch._ids_kernel(1, rank, False), {}
 
 
-def main():
-    target, done = ahead_of_time.target_of(sys.argv[1]), set()
-    programmatic = target.backend == "cuda" and target.arch >= 90
-    common, gpu = dict(ahead_of_time.POINTERS), ahead_of_time.gpu_of(target)
-    for engine, dtype in CASES:
-        for kernel, pointers in kernels(engine, dtype, programmatic, gpu, "ieee"):
-            key = (dtype, str(kernel.constants), str(kernel.options), str(pointers))
-            if (kernel.kernel, key) in done:
-                continue
-            done.add((kernel.kernel, key))
-            ahead_of_time.POINTERS = common | TABLES | pointers
-            compiled = ahead_of_time.compile_kernel(kernel, dtype, target)
-            name = kernel.kernel.__name__
-            print("compiled backward", dtype, name, compiled.metadata.shared, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def variants(target):
+    """Yield the kernels of dense layers, backward."""
+    programmatic, gpu = is_programmatic(target), gpu_of(target)
+    for cases, whole in ((CASES, True), (ROOMY, False)):
+        for engine, dtype in cases:
+            for kernel, pointers in kernels(cases, engine, dtype, programmatic, gpu):
+                yield Variant(f"backward {dtype}", kernel, dtype, TABLES | pointers, whole)

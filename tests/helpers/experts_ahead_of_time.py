@@ -1,11 +1,9 @@
-"""Compiles the experts' kernels without a device: ``python -m experts_ahead_of_time cuda:90``.
+"""The experts' kernels that `ahead_of_time` compiles.
 
 The kernels, their constants and options are those that `sgmv.experts` launches.
 """
 
-import sys
-
-from helpers import ahead_of_time
+from helpers.ahead_of_time import Variant, gpu_of, is_programmatic
 
 TABLES = {
     "ids_ptr": "*i64",
@@ -44,11 +42,8 @@ CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), to
     "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False)],
     "i8": [
         ((512, 512, 16), GATE_UP, 8, False, "int8", (1, None)),
-        ((512, 300, 16), GATE_UP, 8, False, "int8", (1, None)),
-        ((32768, 1024, 64), (1, 64, 768, (2048,), False), 8, False, "int8", (None, None)),
+        ((32768, 1024, 64), (1, 16, 768, (1024,), False), 8, False, "int8", (None, None)),
         ((512, 512, 16), GATE_UP, 8, False, "float8_e4m3fn", (1, None)),
-        ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False, "float8_e4m3fn", (1, None)),
-        ((1024, 128, 16), GPT, 4, False, "float8_e5m2", (1, None)),
         ((37, 37, 16), (2, 20, 77, (33, 33), True), 1, True, "float8_e5m2", (4, 16)),
         ((37, 9, 128), ODD, 1, True, "int8", (4, 16)),
     ],
@@ -100,7 +95,7 @@ def site_kernels(dtype, programmatic, gpu):
 
 BACKWARDS = {  # num_a, rank, slices, interleaved, experts' tile; dtypes of grad and of the stacks
     "bf16": [((2, 16, (2880, 2880), True, 16), "bf16")],
-    "fp32": [((2, 64, (768, 768), False, 64), "fp32")],
+    "fp32": [((2, 16, (768, 768), False, 64), "fp32")],
     "i8": [((1, 20, (33, 33), True, 16), "bf16")],
 }
 
@@ -143,26 +138,13 @@ def backward_kernels(dtype, programmatic):
             yield made(kernels.outer_kernel, *given, **constants, shared=of_b), pointers
 
 
-def main():
-    target = ahead_of_time.target_of(sys.argv[1])
-    programmatic = target.backend == "cuda" and target.arch >= 90
-    common = dict(ahead_of_time.POINTERS)
+def variants(target):
+    """Yield the kernels of experts, forward and backward."""
+    programmatic, gpu = is_programmatic(target), gpu_of(target)
     for dtype in CASES:
-        found = list(site_kernels(dtype, programmatic, ahead_of_time.gpu_of(target)))
+        found = list(site_kernels(dtype, programmatic, gpu))
         found += backward_kernels(dtype, programmatic)
         if dtype == "bf16":
             found += [(kernel, {}) for kernel in routing_kernels(programmatic)]
         for kernel, pointers in found:
-            ahead_of_time.POINTERS = common | TABLES | pointers
-            compiled = ahead_of_time.compile_kernel(kernel, dtype, target)
-            print(
-                "compiled experts",
-                dtype,
-                kernel.kernel.__name__,
-                compiled.metadata.shared,
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()
+            yield Variant(f"experts {dtype}", kernel, dtype, TABLES | pointers)

@@ -3,16 +3,27 @@
 import pytest
 from helpers.ahead_of_time import TARGETS, compiled_by_a_process
 
+KERNELS = {  # by label
+    "triton bf16": ("shrink", "expand", "gather"),
+    "csgmv bf16": ("shrink", "expand", "gather"),
+    "experts bf16": ("shrink", "expand", "sum", "product", "dx", "sum_pairs", "outer")
+    + ("compare", "count", "scatter"),
+    "backward bf16": ("dh", "dx", "outer", "sum", "add_pieces", "add_planes", "add_columns"),
+}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_launched_kernel_compiles(target, tmp_path):
-    printed = compiled_by_a_process(target, cache=tmp_path)
-    for engine in ("triton", "csgmv"):
-        for kernel in ("shrink_kernel", "expand_kernel", "gather_kernel"):
-            assert f"compiled {engine} bf16 {kernel}\n" in printed
-    assert printed.count("compiled triton") >= 19
-    assert printed.count("compiled csgmv") >= 10
-    assert printed.count("compiled experts") == 54
-    for kernel in ("dh", "dx", "outer", "sum", "add_pieces", "add_planes", "add_columns"):
-        assert f"compiled backward bf16 {kernel}_kernel " in printed
+@pytest.mark.parametrize("targets", TARGETS)
+def test_every_launched_kernel_compiles(targets, tmp_path):
+    printed = compiled_by_a_process(targets, cache=tmp_path)
+    first, *others = targets.split()
+    for label, kernels in KERNELS.items():
+        for kernel in kernels:
+            assert f"{first} compiled {label} {kernel}_kernel " in printed
+    counts = {"triton": 34, "csgmv": 9, "experts": 48, "backward": 18}
+    for label, count in counts.items():
+        assert printed.count(f"{first} compiled {label}") >= count, label
+    for target in set(others) - {
+        "cuda:89"
+    }:  # one of each kernel; csgmv has entry kernels of its own
+        assert printed.count(f"{target} compiled ") >= 20

@@ -6,10 +6,11 @@ rest.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.resources import files
@@ -24,10 +25,26 @@ from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.gpu import H200, Gpu, gpu_of
 from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, TileConfig
-from lora_backends.sgmv.tiles.table import Entry, TileTable, file_name, read_table
+from lora_backends.sgmv.tiles.table import (
+    Entry,
+    TileTable,
+    device_of,
+    file_name,
+    is_like,
+    is_of,
+    parsed_table,
+    read_like_table,
+    read_table,
+)
+
+_LOG = logging.getLogger("lora_backends.tiles")
 
 REACH = 2.0
 """A measured batch stands for batches with up to this many times its tokens and active slots."""
+
+
+Index = Mapping[tuple[LayerShape, int], Sequence[Entry]]
+"""The entries of a table by layer and tokens per tile."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +54,17 @@ class TileSource:
     tile_tokens: Callable[[int, int], int]  # (num_tokens, active_slots) to tokens per tile
     choose_tiles: Callable[[BatchShape, LayerShape], TileConfig]
     files: tuple[str, ...] = ()  # tables in use, the strongest first; () means the rules alone
+    measured: Callable[[BatchShape, LayerShape], TileConfig | None] = lambda *_: None
+    """Returns the sizes that a table of this very device has for a layer, or None."""
+    like: str | None = None  # the device of the last table, where that is another one
+
+    @property
+    def origin(self) -> str:
+        """Where sizes come from, the strongest first."""
+        names = list(self.files)
+        if self.like is not None:
+            names[-1] += f" (measured on {self.like}, a like card)"
+        return ", then ".join([*names, "the rules"])
 
 
 @lru_cache(maxsize=64)
@@ -55,7 +83,8 @@ def tile_source(
     """Return the source that an engine's option `tiles` asks for.
 
     "auto" takes the user's table for the device, then the one in the folder `tables` of the
-    engine's package, then the rules. A batch-invariant engine uses the rules alone.
+    engine's package, or there the one of the most similar card that is `alike`, then the rules. A
+    file may be of this device or a like one. A batch-invariant engine uses the rules alone.
 
     Raises:
         InvalidInputError: a file is named for a batch-invariant engine; or a file, under "auto"
@@ -66,7 +95,7 @@ def tile_source(
     if not isinstance(tiles, str | os.PathLike):
         raise InvalidInputError(
             f"tiles of backend {backend!r}: given {tiles!r}\n"
-            f"  allowed: 'auto', 'rules', or the file of a table"
+            f"  allowed: 'auto', 'rules', 'tune:60s' for instance, or the file of a table"
         )
     if batch_invariant and tiles not in ("auto", "rules"):
         raise InvalidInputError(
@@ -78,13 +107,16 @@ def tile_source(
     if batch_invariant or tiles == "rules":
         return rules_for(gpu)
     if tiles == "auto":
-        paths = [path for path in _automatic(backend, package, device) if path.is_file()]
+        user, own = _automatic(backend, package, device)
+        tables = {path: read_table(path, backend, device) for path in (user, own) if path.is_file()}
+        if own not in tables:
+            tables |= _of_like_card(own.parent, backend, device)
     else:
-        paths = [as_path(tiles, f"the table of tiles of backend {backend!r}")]
-    if not paths:
-        return rules_for(gpu)
-    tables = [read_table(path, backend, device) for path in paths]
-    return _from_tables(tables, tuple(map(str, paths)), gpu)
+        path = as_path(tiles, f"the table of tiles of backend {backend!r}")
+        tables = {path: read_like_table(path, backend, device)}
+    source = _from_tables(tables, device, gpu) if tables else rules_for(gpu)
+    _LOG.info("%s on %s: tile sizes from %s", backend, device_of(device)[0], source.origin)
+    return source
 
 
 def fixed_source(tile_tokens: int, tiles: TileConfig) -> TileSource:
@@ -121,8 +153,8 @@ def nearest(measured: Sequence[Any], num_tokens: int, active_slots: int) -> Any 
     return best
 
 
-def _automatic(backend: str, package: str, device: torch.device) -> list[Path]:
-    """Return the places of tables for a device, the strongest first."""
+def _automatic(backend: str, package: str, device: torch.device) -> tuple[Path, Path]:
+    """Return the places of the user's table for a device, and of the library's own."""
     folder = user_folder()
     if os.environ.get(TILES_VARIABLE) and not folder.is_dir():
         raise InvalidInputError(
@@ -130,11 +162,24 @@ def _automatic(backend: str, package: str, device: torch.device) -> list[Path]:
             f"  to do: make it, or unset the variable; `lora-backends tune` makes it when it writes"
         )
     name = file_name(backend, device)
-    return [folder / name, Path(str(files(package) / "tables" / name))]
+    return folder / name, Path(str(files(package) / "tables" / name))
 
 
-def _from_tables(tables: Sequence[TileTable], paths: tuple[str, ...], gpu: Gpu) -> TileSource:
+def _of_like_card(folder: Path, backend: str, device: torch.device) -> dict[Path, TileTable]:
+    """Return the table in a folder of the like card with the nearest number of multiprocessors."""
+    count, found = gpu_of(device).multiprocessors, {}
+    for path in sorted(folder.glob(f"{backend}-*.json")):
+        if is_like(parsed_table(path, backend), device):
+            found[path] = read_like_table(path, backend, device)
+    nearest_first = sorted(found, key=lambda path: _ratio(found[path].multiprocessors, count))
+    return {path: found[path] for path in nearest_first[:1]}
+
+
+def _from_tables(given: Mapping[Path, TileTable], device: torch.device, gpu: Gpu) -> TileSource:
+    tables = list(given.values())
     indexes = [_index(table) for table in tables]
+    own = [index for index, table in zip(indexes, tables, strict=True) if is_of(table, device)]
+    like = None if is_of(tables[-1], device) else tables[-1].device
 
     @lru_cache(maxsize=4096)
     def tile_tokens(num_tokens: int, active_slots: int) -> int:
@@ -146,21 +191,28 @@ def _from_tables(tables: Sequence[TileTable], paths: tuple[str, ...], gpu: Gpu) 
 
     @lru_cache(maxsize=4096)
     def choose_tiles(batch: BatchShape, layer: LayerShape) -> TileConfig:
-        for index in indexes:
-            entries = index.get((layer, batch.tile_tokens), ())
-            near = nearest(entries, batch.num_tokens, batch.active_slots)
-            if near is not None:
-                found: TileConfig = near.tiles
-                return found
+        found = _first(indexes, batch, layer)
+        if found is not None:
+            return found
         if layer.item_bytes == 1:
             wide = replace(layer, item_bytes=2)
             return rules.of_8_bits(choose_tiles(batch, wide), batch, wide, gpu)
         return rules.choose_tiles(batch, layer, gpu)
 
-    return TileSource(tile_tokens, choose_tiles, paths)
+    return TileSource(tile_tokens, choose_tiles, tuple(map(str, given)), partial(_first, own), like)
 
 
-def _index(table: TileTable) -> dict[tuple[LayerShape, int], list[Entry]]:
+def _first(indexes: Iterable[Index], batch: BatchShape, layer: LayerShape) -> TileConfig | None:
+    """Return the sizes of the first table that measured a layer near a batch."""
+    for index in indexes:
+        entries = index.get((layer, batch.tile_tokens), ())
+        near: Entry | None = nearest(entries, batch.num_tokens, batch.active_slots)
+        if near is not None:
+            return near.tiles
+    return None
+
+
+def _index(table: TileTable) -> Index:
     index = defaultdict(list)
     for entry in table.entries:
         index[entry.layer, entry.tile_tokens].append(entry)

@@ -1,7 +1,7 @@
 """Files of measured tile sizes, checked before any size is used.
 
-A table belongs to one backend and one device model. It holds the fastest sizes measured for some
-layer shapes and batches.
+A table belongs to one backend and one device model; cards that are `alike` may take it, too. It
+holds the fastest sizes measured for some layer shapes and batches.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch
 
 from lora_backends.common.files import read_text
 from lora_backends.errors import InvalidInputError
+from lora_backends.sgmv.tiles.alike import are_alike, scaled
 from lora_backends.sgmv.tiles.gpu import Gpu, gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, LayerShape, TileConfig, tile_faults
 from lora_backends.sgmv.tiles.strict_json import StrictError, parse
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the files' layout: a file of another version is refused."""
 
 
@@ -55,7 +56,8 @@ class TileTable:
     schema: int
     backend: str
     device: str  # as torch.cuda.get_device_name
-    capability: str  # e.g. "9.0"
+    capability: str  # e.g. "9.0", or "gfx942" on ROCm
+    multiprocessors: int
     versions: Mapping[str, str]  # of torch and triton
     date: str  # ISO, of the last measurement
     batches: tuple[BatchTiles, ...]
@@ -63,12 +65,18 @@ class TileTable:
 
 
 def device_of(device: torch.device | str) -> tuple[str, str]:
-    """Return the model of a device and its compute capability."""
+    """Return the model of a device and its compute capability, or its architecture on ROCm.
+
+    ROCm also tells numbers, of which (9, 0) is an MI200.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         return device.type, "none"
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        return name, torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
-    return torch.cuda.get_device_name(device), f"{major}.{minor}"
+    return name, f"{major}.{minor}"
 
 
 def file_name(backend: str, device: torch.device | str) -> str:
@@ -79,14 +87,57 @@ def file_name(backend: str, device: torch.device | str) -> str:
 
 
 def read_table(path: Path, backend: str, device: torch.device | str) -> TileTable:
-    """Read a table; check that it belongs to the backend and device and that its sizes can run."""
+    """Read a table of this device; check its backend and that all of its sizes can run."""
+    return _read(path, backend, device, _check_owner)
+
+
+def read_like_table(path: Path, backend: str, device: torch.device | str) -> TileTable:
+    """Read a table of this device, or of one that is `alike`, with its sizes scaled to this one.
+
+    Sizes of the other card that cannot run here are left out.
+    """
+    table, gpu = _read(path, backend, device, _check_like), gpu_of(device)
+    if is_of(table, device):
+        return table
+    entries = [replace(entry, tiles=_scaled(entry, table, gpu)) for entry in table.entries]
+    return replace(table, entries=tuple(e for e in entries if not _faults(e, gpu)))
+
+
+def is_of(table: TileTable, device: torch.device | str) -> bool:
+    """Return whether a table was measured on this model of a device."""
+    measured = (table.device, table.capability, table.multiprocessors)
+    return measured == (*device_of(device), gpu_of(device).multiprocessors)
+
+
+def is_like(table: TileTable, device: torch.device | str) -> bool:
+    """Return whether a table was measured on this model of a device or on a like one."""
+    (_, capability), gpu = device_of(device), gpu_of(device)
+    return is_of(table, device) or are_alike(
+        table.capability, table.multiprocessors, capability, gpu.multiprocessors
+    )
+
+
+def parsed_table(path: Path, backend: str) -> TileTable:
+    """Read a table of any device; its sizes are not checked."""
     try:
-        table = _parse(read_text(path))
-        _check_owner(table, backend, device)
-        _check_entries(table, gpu_of(device))
+        return _parse(read_text(path))
     except OSError as error:
         raise _broken(path, backend, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, OverflowError, RecursionError) as error:
+        raise _broken(path, backend, str(error)) from error
+
+
+def _read(
+    path: Path,
+    backend: str,
+    device: torch.device | str,
+    check: Callable[[TileTable, str, torch.device | str], None],
+) -> TileTable:
+    table = parsed_table(path, backend)
+    try:
+        check(table, backend, device)
+        _check_entries(table, gpu_of(device) if is_of(table, device) else None)
+    except StrictError as error:
         raise _broken(path, backend, str(error)) from error
     return table
 
@@ -123,18 +174,38 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_owner(table: TileTable, backend: str, device: torch.device | str) -> None:
-    name, capability = device_of(device)
+    _check_backend(table, backend)
+    if not is_of(table, device):
+        raise StrictError(_other_card(table, device))
+
+
+def _check_like(table: TileTable, backend: str, device: torch.device | str) -> None:
+    _check_backend(table, backend)
+    if not is_like(table, device):
+        raise StrictError(f"{_other_card(table, device)}, which is not alike")
+
+
+def _check_backend(table: TileTable, backend: str) -> None:
     if table.backend != backend:
         raise StrictError(f"it is a table of backend {table.backend!r}, not of {backend!r}")
-    if (table.device, table.capability) != (name, capability):
-        raise StrictError(
-            f"it was measured on {table.device!r} (capability {table.capability}); "
-            f"this is {name!r} ({capability})"
-        )
+    if table.multiprocessors < 1:
+        raise StrictError(f"its multiprocessors are {table.multiprocessors}, not 1 or more")
 
 
-def _check_entries(table: TileTable, gpu: Gpu) -> None:
-    """Refuse sizes that kernels would run wrongly, and two entries for one layer and batch."""
+def _other_card(table: TileTable, device: torch.device | str) -> str:
+    (name, capability), gpu = device_of(device), gpu_of(device)
+    return (
+        f"it was measured on {table.device!r} (capability {table.capability}, "
+        f"{table.multiprocessors} multiprocessors); "
+        f"this is {name!r} ({capability}, {gpu.multiprocessors})"
+    )
+
+
+def _check_entries(table: TileTable, gpu: Gpu | None) -> None:
+    """Refuse sizes that kernels would run wrongly, and two entries for one layer and batch.
+
+    Sizes of another card, for which `gpu` is None, are looked at once they are scaled.
+    """
     seen: set[Any] = set()
     for i, batch in enumerate(table.batches):
         _check_batch(f"batches[{i}]", batch)
@@ -146,11 +217,21 @@ def _check_entries(table: TileTable, gpu: Gpu) -> None:
             raise StrictError(f"{where}.layer is not a layer: {layer}")
         if not (_is_time(entry.tuned_us) and _is_time(entry.rules_us)):
             raise StrictError(f"{where}: microseconds are numbers above 0")
-        faults = tile_faults(entry.tiles, entry.tile_tokens, entry.layer, gpu)
+        faults = _faults(entry, gpu) if gpu is not None else []
         if faults:
             raise StrictError(f"{where}.tiles cannot be run: {'; '.join(faults)}")
         key = (entry.layer, entry.num_tokens, entry.active_slots, entry.tile_tokens)
         _check_once(where, key, seen)
+
+
+def _scaled(entry: Entry, table: TileTable, gpu: Gpu) -> TileConfig:
+    if _faults(entry, gpu):
+        return entry.tiles  # left out; nothing can be computed from such sizes
+    return scaled(entry.tiles, entry.layer, table.multiprocessors, gpu)
+
+
+def _faults(entry: Entry, gpu: Gpu) -> list[str]:
+    return tile_faults(entry.tiles, entry.tile_tokens, entry.layer, gpu)
 
 
 def _check_batch(where: str, batch: BatchTiles | Entry) -> None:

@@ -10,7 +10,7 @@ import torch
 from helpers.engines import ENGINES
 
 from lora_backends.errors import InvalidInputError
-from lora_backends.sgmv.tiles import rules, source
+from lora_backends.sgmv.tiles import alike, rules, source
 from lora_backends.sgmv.tiles.gpu import H200, Gpu
 from lora_backends.sgmv.tiles.sizes import (
     BatchShape,
@@ -48,6 +48,7 @@ def _table(*entries, batches=PLANS, **changes):
         backend="triton",
         device="cpu",
         capability="none",
+        multiprocessors=132,
         versions={"torch": "2", "triton": "3"},
         date="2026-11-21",
         batches=tuple(batches),
@@ -137,10 +138,10 @@ def test_the_users_folder(tmp_path, monkeypatch):
     assert str(source.user_folder()) == "/home/someone/.cache/lora_backends/tiles"
 
 
-def test_the_users_table_goes_before_the_librarys_own(write, tmp_path, monkeypatch):
+def test_the_users_table_goes_before_the_librarys_own(write, monkeypatch):
     own = write(_table(_entry(64, 8, OTHER), _entry(1, 1, OTHER), batches=()), "own.json")
     users = write(_table(), "users.json")
-    monkeypatch.setattr(source, "_automatic", lambda *_: [users, tmp_path / "none.json", own])
+    monkeypatch.setattr(source, "_automatic", lambda *_: (users, own))
     chosen = _source("auto")
     assert _tiles(chosen, 64, 8) == TILES and _tiles(chosen, 1, 1) == OTHER
 
@@ -158,6 +159,113 @@ def test_the_librarys_own_table_lies_in_the_folder_of_its_engine(engine, tmp_pat
     assert _tiles(chosen, entry.num_tokens, entry.active_slots, entry.tile_tokens, entry.layer) == (
         entry.tiles
     )
+
+
+H100_PCIE = (("NVIDIA H100 PCIe", "9.0"), Gpu(114, H200.shared_bytes))
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Let the CPU pass for a card: its name and capability, and its figures."""
+
+    def pass_for(described, gpu):
+        for module in ("source", "table"):
+            monkeypatch.setattr(f"lora_backends.sgmv.tiles.{module}.device_of", lambda _: described)
+            monkeypatch.setattr(f"lora_backends.sgmv.tiles.{module}.gpu_of", lambda _: gpu)
+
+    return pass_for
+
+
+@pytest.mark.parametrize("name, count", [("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114)])
+def test_a_card_without_a_table_takes_that_of_a_like_card(
+    engine, name, count, on, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("LORA_BACKENDS_TILES", str(tmp_path))
+    on(("NVIDIA H200", "9.0"), H200)
+    own = _source("auto", engine)
+    entries = read_table(Path(own.files[0]), engine, "cuda").entries
+    on((name, "9.0"), Gpu(count, H200.shared_bytes))
+    with caplog.at_level("INFO", "lora_backends.tiles"):
+        chosen = _source("auto", engine)
+    assert chosen.files == own.files and chosen.like == "NVIDIA H200"
+    assert "(measured on NVIDIA H200, a like card), then the rules" in caplog.text
+    assert name in caplog.text
+    different = 0
+    for entry in entries:
+        batch = BatchShape(entry.num_tokens, entry.active_slots, entry.tile_tokens)
+        tiles = chosen.choose_tiles(batch, entry.layer)
+        split_k = tiles.shrink.split_k
+        different += tiles != rules.choose_tiles(batch, entry.layer, Gpu(count, 227 << 10))
+        assert replace(tiles, shrink=entry.tiles.shrink) == entry.tiles
+        assert replace(tiles.shrink, split_k=entry.tiles.shrink.split_k) == entry.tiles.shrink
+        if count == 132:
+            assert split_k == entry.tiles.shrink.split_k
+        assert 1 <= entry.tiles.shrink.split_k / split_k <= 1.5
+    assert different > len(entries) / 2
+
+
+@pytest.mark.parametrize(
+    "described, gpu",
+    [
+        (("NVIDIA H20", "9.0"), Gpu(78, 227 << 10)),
+        (("NVIDIA A100-SXM4-80GB", "8.0"), Gpu(108, 163 << 10)),
+        (("NVIDIA B200", "10.0"), Gpu(148, 227 << 10)),
+        (("AMD Instinct MI250X", "gfx90a"), Gpu(110, 64 << 10)),
+    ],
+)
+def test_a_card_that_is_not_alike_takes_the_rules(
+    engine, described, gpu, on, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("LORA_BACKENDS_TILES", str(tmp_path))
+    on(described, gpu)
+    chosen = _source("auto", engine)
+    assert chosen.files == () and chosen.origin == "the rules"
+    assert _tiles(chosen, 64, 8) == rules.choose_tiles(BatchShape(64, 8, 16), LAYER, gpu)
+
+
+def test_the_users_table_goes_before_that_of_a_like_card(engine, write, on, tmp_path, monkeypatch):
+    own = {"device": H100_PCIE[0][0], "capability": "9.0", "multiprocessors": 114}
+    on(*H100_PCIE)
+    write(_table(backend=engine, **own), f"{engine}-nvidia-h100-pcie.json")
+    monkeypatch.setenv("LORA_BACKENDS_TILES", str(tmp_path))
+    chosen = _source("auto", engine)
+    assert [Path(file).name for file in chosen.files] == [
+        f"{engine}-nvidia-h100-pcie.json",
+        f"{engine}-nvidia-h200.json",
+    ]
+    assert _tiles(chosen, 64, 8) == TILES
+    assert _source("rules", engine).files == ()
+
+
+def test_a_table_of_a_like_card_may_be_named_and_what_does_not_fit_is_left_out(write, on):
+    of_h200 = {"device": "NVIDIA H200", "capability": "9.0"}
+    large = replace(TILES, shrink=ShrinkTiles(64, 512, 4, num_stages=8))
+    entries = _entry(64, 8), _entry(256, 8, large)
+    path = write(_table(*entries, **of_h200))
+    on(*H100_PCIE)
+    chosen = _source(path)
+    assert _tiles(chosen, 64, 8) == replace(TILES, shrink=replace(TILES.shrink, split_k=4))
+    assert _tiles(chosen, 256, 8) == rules.choose_tiles(BatchShape(256, 8, 16), LAYER, H100_PCIE[1])
+    assert chosen.origin == f"{path} (measured on NVIDIA H200, a like card), then the rules"
+    on(("NVIDIA H20", "9.0"), Gpu(78, 227 << 10))
+    with pytest.raises(InvalidInputError, match="132 multi.*'NVIDIA H20' .9.0, 78., which is not"):
+        _source(path)
+
+
+def test_of_several_like_cards_the_nearest_counts(write, on, tmp_path):
+    for name, count in (("a", 150), ("b", 120), ("c", 132), ("d", 99)):
+        write(_table(device=name, capability="9.0", multiprocessors=count), f"triton-{name}.json")
+    on(*H100_PCIE)
+    (found,) = source._of_like_card(tmp_path, "triton", CPU).values()
+    assert found.device == "b"
+
+
+def test_parts_of_the_inputs_follow_the_multiprocessors():
+    """A step of 256 inputs: 14336 have 56 steps, 4096 have 16."""
+    layer, sizes = LayerShape(1, 16, 14336, 4096, 2), ShrinkTiles(16, 256, 28)
+    for count, expected in ((132, 28), (114, 28), (100, 19), (180, 28)):
+        tiles = alike.scaled(replace(TILES, shrink=sizes), layer, 132, Gpu(count, 227 << 10))
+        assert tiles == replace(TILES, shrink=replace(sizes, split_k=expected))
 
 
 def test_a_table_of_another_device_is_not_this_devices_file(write, tmp_path, monkeypatch, engine):
@@ -193,7 +301,7 @@ BROKEN = {
     "not JSON": ("{", "Expecting property name"),
     "a list": ("[]", "the table is not an object"),
     "no schema": (_edited(lambda t: t.pop("schema")), "its schema is None"),
-    "newer schema": (_edited(_set("schema", 3)), "its schema is 3, this version reads 2"),
+    "newer schema": (_edited(_set("schema", 4)), "its schema is 4, this version reads 3"),
     "twins": ('{"schema": 1, "schema": 1}', "an object repeats a key"),
     "deep": ("[" * 100_000, "recursion"),
     "missing": (_edited(lambda t: t["entries"][0].pop("tiles")), r"entries\[0\] lacks tiles"),
@@ -211,6 +319,8 @@ BROKEN = {
     "twice": (_edited(lambda t: t["entries"].append(t["entries"][0])), "repeats an earlier one"),
     "backend": (_edited(_set("backend", "csgmv")), "of backend 'csgmv', not of 'triton'"),
     "device": (_edited(_set("device", "NVIDIA A100")), "measured on 'NVIDIA A100'"),
+    "no count": (_edited(_set("multiprocessors", 0)), "its multiprocessors are 0"),
+    "count": (_edited(_set("multiprocessors", 114)), "114 multiprocessors.*132., which is not al"),
     "capability": (_edited(_set("capability", "8.0")), "capability 8.0"),
 }
 
@@ -260,7 +370,7 @@ def test_sizes_that_kernels_cannot_take_are_refused(write, change):
 
 
 def test_sizes_that_the_gpu_has_no_room_for_are_refused(write, monkeypatch):
-    small = Gpu(58, 16 * 1024)
+    small = Gpu(132, 16 * 1024)
     monkeypatch.setattr("lora_backends.sgmv.tiles.table.gpu_of", lambda device: small)
     with pytest.raises(InvalidInputError, match="30720 bytes of shared memory; the GPU has 16384"):
         _source(write(_table()))
@@ -276,7 +386,7 @@ def test_chunks_with_a_narrow_block_of_ranks_are_refused(write):
 
 @pytest.mark.parametrize("tiles", [None, 3, True])
 def test_tiles_of_another_kind_are_refused(tiles, engine):
-    with pytest.raises(InvalidInputError, match="allowed: 'auto', 'rules', or the file"):
+    with pytest.raises(InvalidInputError, match="allowed: 'auto', 'rules', 'tune:60s'"):
         ENGINES[engine]("cpu", tiles=tiles)
 
 

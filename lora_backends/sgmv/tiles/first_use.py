@@ -1,0 +1,353 @@
+"""Tuning at first use: a layer's sizes are searched when it first runs, where a user asks for it.
+
+`tiles="tune:60s"` asks for it, or LORA_BACKENDS_TUNE=60s beside `tiles="auto"`; nothing else does.
+The first call of a layer that no table of this card answers waits for a search. What is found goes
+to a file of its own, which later processes read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lora_backends.common.devices import is_capturing
+from lora_backends.common.durations import seconds_of
+from lora_backends.common.names import TUNE_VARIABLE
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.sgmv.tiles import rules
+from lora_backends.sgmv.tiles.gpu import gpu_of
+from lora_backends.sgmv.tiles.sizes import (
+    TILE_TOKENS,
+    BatchShape,
+    LayerShape,
+    TileConfig,
+    tile_faults,
+)
+from lora_backends.sgmv.tiles.source import (
+    TileSource,
+    fixed_source,
+    nearest,
+    tile_source,
+    user_folder,
+)
+from lora_backends.sgmv.tiles.table import (
+    SCHEMA,
+    Entry,
+    TileTable,
+    device_of,
+    file_name,
+    read_table,
+    table_text,
+)
+
+if TYPE_CHECKING:
+    from lora_backends.bench.search import Lab
+
+ASKED = "tune:"
+"""The beginning of an option `tiles` that asks for tuning; a time follows."""
+
+SHARE = 4
+"""A search takes at most the time left over this: the first layers must not take all of it."""
+
+MOST_SECONDS, LEAST_SECONDS = 20.0, 2.0
+"""The longest a search takes, and the shortest that is worth one: a compilation takes a second."""
+
+_PACKAGES = ("torch", "triton", "lora-backends")
+
+Key = tuple[LayerShape, int, int, int]  # of an entry: layer, tokens, active slots, tile
+LabOf = Callable[[BatchShape, LayerShape], "Lab"]
+
+
+def asked_source(
+    engine: Any,
+    device: torch.device,
+    tiles: str | os.PathLike[str] | TileSource,
+    batch_invariant: bool = False,
+) -> TileSource:
+    """Return the source that an engine's option `tiles`, or the variable, asks for.
+
+    Args:
+        engine: the class; searches make backends of it.
+        device: of the backend.
+        tiles: as for `tile_source`, or "tune:60s" for instance.
+        batch_invariant: whether sizes may not vary with the batch: nothing is tuned.
+
+    Raises:
+        InvalidInputError: as `tile_source`; or the time is none, or the user's folder cannot be
+            written to.
+        UnsupportedInputError: tuning is asked for on a device that is no GPU.
+    """
+    package = engine.entry_kernels.__package__
+    seconds, given = None, os.environ.get(TUNE_VARIABLE)
+    if isinstance(tiles, str) and tiles.startswith(ASKED) and not batch_invariant:
+        seconds = seconds_of(tiles.removeprefix(ASKED), f"tiles of backend {engine.name!r}:")
+    elif tiles == "auto" and given and not batch_invariant:
+        seconds = seconds_of(given, TUNE_VARIABLE)
+    if seconds is None:
+        return tile_source(engine.name, package, device, tiles, batch_invariant)
+    if device.type != "cuda":
+        raise UnsupportedInputError(
+            f"tuning at first use measures on a GPU\n  given: {device}\n"
+            f"  to do: unset {TUNE_VARIABLE}, or pass tiles='rules'"
+        )
+    tables = tile_source(engine.name, package, device, "auto")
+    return first_use_source(engine.name, device, seconds, tables, partial(_lab, engine, device))
+
+
+def first_use_source(
+    backend: str,
+    device: torch.device,
+    seconds: float,
+    tables: TileSource,
+    lab_of: LabOf,
+    now: Callable[[], float] = time.monotonic,
+) -> TileSource:
+    """Return a source that searches what no table of this card has.
+
+    Args:
+        backend: the engine's name.
+        device: that it runs on.
+        seconds: for all searches of this source.
+        tables: what it takes otherwise, and where a search begins.
+        lab_of: makes the lab for a batch and a layer.
+        now: a clock in seconds.
+    """
+    from lora_backends.bench.results import check_writable, versions
+
+    software = {name: str(number) for name, number in versions(*_PACKAGES).items()}
+    path = user_folder() / cache_name(backend, device, software)
+    check_writable(path.parent, TUNE_VARIABLE)
+    state = _FirstUse(backend, device, seconds, tables, lab_of, now, path, software)
+    state.entries = state.read()
+    # functions: a copy of a backend shares them, and could not copy a lock
+    return replace(
+        tables,
+        choose_tiles=lambda batch, layer: state.choose_tiles(batch, layer),
+        files=(str(path), *tables.files),
+    )
+
+
+def cache_name(backend: str, device: torch.device, software: Mapping[str, str]) -> str:
+    """Return the name of the file for a backend, a card, and the versions of its software."""
+    parts = [file_name(backend, device).removesuffix(".json")]
+    parts += [f"{name}-{number}" for name, number in software.items()]
+    return re.sub(r"[^a-z0-9.]+", "-", "-".join(parts).lower()) + ".json"
+
+
+@dataclass
+class _FirstUse:
+    """What one source has found, and the time that it has left."""
+
+    backend: str
+    device: torch.device
+    left: float  # seconds
+    tables: TileSource
+    lab_of: LabOf
+    now: Callable[[], float]
+    path: Path
+    software: dict[str, str]
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    chosen: dict[tuple[BatchShape, LayerShape], TileConfig] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def choose_tiles(self, batch: BatchShape, layer: LayerShape) -> TileConfig:
+        """Return what a table of this card has, else what a search found or finds now."""
+        tiles = self.chosen.get((batch, layer))
+        if tiles is None:
+            # a search waits for the device, which a capture forbids
+            if is_capturing(self.device):
+                return self._known(batch, layer) or self.tables.choose_tiles(batch, layer)
+            with self.lock:
+                tiles = self._choose(batch, layer)
+            self.chosen[batch, layer] = tiles
+        return tiles
+
+    def _choose(self, batch: BatchShape, layer: LayerShape) -> TileConfig:
+        known = self._known(batch, layer)
+        if known is not None:
+            return known
+        # workloads have no 8-bit stacks: these follow tables and rules
+        is_searched = batch.active_slots > 0 and batch.tile_tokens in TILE_TOKENS
+        if is_searched and layer.item_bytes > 1 and self._share() >= LEAST_SECONDS:
+            self.entries |= self.read()  # another process may have found it
+            known = self._known(batch, layer) or self._search(rounded(batch), layer)
+        return known or self.tables.choose_tiles(batch, layer)
+
+    def _known(self, batch: BatchShape, layer: LayerShape) -> TileConfig | None:
+        own = self.tables.measured(batch, layer)
+        if own is not None:
+            return own
+        entries = [
+            entry
+            for entry in self.entries.values()
+            if (entry.layer, entry.tile_tokens) == (layer, batch.tile_tokens)
+        ]
+        near: Entry | None = nearest(entries, batch.num_tokens, batch.active_slots)
+        return None if near is None else near.tiles
+
+    def _share(self) -> float:
+        return min(MOST_SECONDS, self.left / SHARE)
+
+    def _search(self, batch: BatchShape, layer: LayerShape) -> TileConfig | None:
+        """Search within a share of the time, and add what is found to the file."""
+        from lora_backends.bench.search import RulesFail, search
+
+        began, gpu = self.now(), gpu_of(self.device)
+        end = began + self._share()
+        _say(
+            f"tuning {self.backend}: {layer.in_features} -> {layer.out_features}, rank "
+            f"{layer.max_rank}, {batch.num_tokens} tokens, {batch.active_slots} adapters; "
+            f"{self._share():.0f} s at most, {self.left:.0f} s left"
+        )
+        try:
+            with _apart(self.device):
+                found = search(
+                    rules.choose_tiles(batch, layer, gpu),
+                    self.tables.choose_tiles(batch, layer),
+                    lambda tiles: not tile_faults(tiles, batch.tile_tokens, layer, gpu),
+                    self.lab_of(batch, layer),
+                    lambda: self.now() >= end,
+                )
+        except (RulesFail, torch.cuda.OutOfMemoryError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            _say(f"  not tuned: {first}")
+            return None
+        finally:
+            self.left -= self.now() - began
+        tuned, by_rules = round(found.tuned_us, 3), round(found.rules_us, 3)
+        _say(f"  rules {by_rules:.2f} us -> {tuned:.2f} us, {found.tried} sizes timed")
+        if self._share() < LEAST_SECONDS:
+            _say(f"the time to tune is used up; results are in {self.path}")
+        entry = Entry(
+            layer,
+            batch.num_tokens,
+            batch.active_slots,
+            batch.tile_tokens,
+            found.tiles,
+            tuned,
+            by_rules,
+        )
+        self._add(entry)
+        return entry.tiles
+
+    def read(self) -> dict[Key, Entry]:
+        """Return the entries of the file; one that is torn or of other software has none."""
+        if not self.path.is_file():
+            return {}
+        try:
+            table = read_table(self.path, self.backend, self.device)
+        except InvalidInputError as error:
+            # it holds nothing that a user wrote, and the next search writes it anew
+            problem = str(error).splitlines()[0]
+            warnings.warn(f"ignored, and to be written anew: {problem}", stacklevel=2)
+            return {}
+        if table.versions != self.software:
+            warnings.warn(f"ignored, it is of other versions: {self.path}", stacklevel=2)
+            return {}
+        return {_key(entry): entry for entry in table.entries}
+
+    def _add(self, entry: Entry) -> None:
+        """Add an entry to the file, with what other processes have added meanwhile."""
+        from lora_backends.bench.results import write_whole
+
+        with _locked(self.path.parent):
+            self.entries |= self.read() | {_key(entry): entry}
+            name, capability = device_of(self.device)
+            table = TileTable(
+                schema=SCHEMA,
+                backend=self.backend,
+                device=name,
+                capability=capability,
+                multiprocessors=gpu_of(self.device).multiprocessors,
+                versions=self.software,
+                date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+                batches=(),  # the tokens per tile are chosen before a layer is known
+                entries=tuple(self.entries.values()),
+            )
+            write_whole(self.path, table_text(table))
+
+
+def rounded(batch: BatchShape) -> BatchShape:
+    """Return a batch in powers of two, so that processes measure the same ones.
+
+    >>> rounded(BatchShape(num_tokens=100, active_slots=5, tile_tokens=16))
+    BatchShape(num_tokens=128, active_slots=4, tile_tokens=16)
+    """
+    tokens, active = (_nearest_power(n) for n in (batch.num_tokens, batch.active_slots))
+    return replace(batch, num_tokens=tokens, active_slots=min(active, tokens))
+
+
+def _nearest_power(value: int) -> int:
+    below = 1 << (value.bit_length() - 1)
+    return 2 * below if value * value > 2 * below * below else below
+
+
+def _key(entry: Entry) -> Key:
+    return entry.layer, entry.num_tokens, entry.active_slots, entry.tile_tokens
+
+
+def _lab(engine: Any, device: torch.device, batch: BatchShape, layer: LayerShape) -> Lab:
+    """Return a lab with random weights of a layer's shape; its slices are equally wide."""
+    from lora_backends.bench.cells import Cell
+    from lora_backends.bench.lab import GpuLab
+    from lora_backends.bench.layers import make_layers, make_workload
+
+    width, rest = divmod(layer.out_features, layer.num_slices)
+    slices = tuple(width + (i < rest) for i in range(layer.num_slices))
+    active, rank = batch.active_slots, layer.max_rank
+    cell = Cell("layer", layer.in_features, slices, batch.num_tokens, active, rank)
+    dtype = torch.bfloat16 if layer.item_bytes == 2 else torch.float32
+
+    def backend_of(tiles: TileConfig) -> Any:
+        return engine(device, tiles=fixed_source(batch.tile_tokens, tiles))
+
+    return GpuLab(backend_of, make_workload(cell, make_layers(cell, device, dtype)))
+
+
+@contextlib.contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Keep a search apart from the caller: its random numbers, its modes and its memory."""
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.callback(torch.cuda.empty_cache)
+            stack.enter_context(torch.cuda.device(device))
+        devices = [device] if device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time change the files of a folder, where the system has locks."""
+    try:
+        import fcntl
+    except ImportError:
+        yield  # a file is still whole, but may lack what another process found
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _say(line: str) -> None:
+    """Show progress: who asked for tuning waits for it."""
+    print(f"lora_backends: {line}", file=sys.stderr, flush=True)
