@@ -210,10 +210,10 @@ class GradientOfSixteenSlots(AfterBackward):
 
 
 @caught_by("gradients_of_many_experts_are_right")
-class GradientOfFourPairs(Featured):
-    """The router's weights of a token get four gradients."""
+class GradientOfEightExperts(Featured):
+    """dlora_a of experts after the eighth is 0."""
 
     def run_experts_backward(self, grad, x, weights, routing, out, **options):
         super().run_experts_backward(grad, x, weights, routing, out, **options)
-        if out.topk_weights is not None:
-            out.topk_weights[:, 4:] = 0
+        if out.lora_a is not None:
+            out.lora_a[:, 8:] = 0
