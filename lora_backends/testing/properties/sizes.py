@@ -156,7 +156,7 @@ GATHERED = 1 << 21
 def _large(draw: random.Random, largest: int) -> int:
     """Return a size on either side of a power of two, some way behind it, or the power itself."""
     # thresholds of kernels are powers of two
-    powers = [2**exponent for exponent in range(3, 12) if largest // 16 <= 2**exponent <= largest]
+    powers = [1 << e for e in range(3, 12) if largest // 16 <= 1 << e <= largest]
     power = draw.choice(powers)
     return power + draw.choice((-1, 0, 1, power // 16, power // 4, draw.randint(1, power - 1)))
 
