@@ -24,6 +24,7 @@ from lora_backends.testing.expert_oracle import dense_layer, in_dense_order
 from lora_backends.testing.gradient_oracle import operand, rounded, zeros
 from lora_backends.testing.oracles import (
     Expected,
+    counted,
     gamma,
     masked,
     scale_operations,
@@ -119,14 +120,15 @@ class _Gradients:
         if self.grad.dtype != self.kind:
             g = self._operand(g)
         largest = (g.value.abs() + g.bound) @ b.abs()
-        terms = self.layer.out_features + 4 + scale_operations(self.layer)
+        # of all slices, as one A may feed them
+        terms = counted(self.g[rows])[:, None] + 4 + scale_operations(self.layer)
         sums = sum_bound(largest, terms, self.kind)
         return Expected(
             c * (g.value @ b), c.abs() * (g.bound @ b.abs()) + c.abs().clamp(min=1) * sums
         )
 
     def _h(self, x: torch.Tensor, a: torch.Tensor) -> Expected:
-        terms = self.layer.in_features + scale_operations(self.layer)
+        terms = counted(x)[:, None] + scale_operations(self.layer)
         return self._operand(Expected(x @ a.T, sum_bound(x.abs() @ a.abs().T, terms, self.kind)))
 
     def _scaled(

@@ -18,6 +18,7 @@ from lora_backends.testing.cases.inputs import LoRAInputs, stack_of_a, stack_of_
 from lora_backends.testing.oracles import (
     SMALLEST,
     Expected,
+    counted,
     expected_expand,
     expected_shrink,
     gamma,
@@ -173,7 +174,8 @@ class _Part:
         more = 3 + scale_operations(self.weights)  # both factors, and a conversion
         for slot, rows, s, rank, cols in self._own():
             b, c = self.b[slot, cols, :rank], self._factors(rows, slot, s)
-            terms, value, error = b.shape[0] + more, g.value[rows, cols], g.bound[rows, cols]
+            value, error = g.value[rows, cols], g.bound[rows, cols]
+            terms = counted(value)[:, None] + more
             sums = sum_bound((value.abs() + error) @ b.abs(), terms, self.sums)
             dh.value[s, rows, :rank] = c * (value @ b)
             dh.bound[s, rows, :rank] = c.abs().clamp(min=1) * sums + c.abs() * (error @ b.abs())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,6 +28,7 @@ SMALLEST = {  # most that an underflow loses; except in float16, denormals count
     torch.float32: 2.0**-126,
     torch.float64: 2.0**-1022,
 }
+Count: TypeAlias = int | torch.Tensor
 _CHUNK = 1 << 22  # float64 values gathered at once
 
 
@@ -41,7 +43,7 @@ class Expected:
         return Expected(self.value + other.value, self.bound + other.bound)
 
 
-def gamma(operations: int, unit: float) -> float:
+def gamma(operations: Count, unit: float) -> Any:
     """Return ``k u / (1 - k u)``: the relative error that k roundings of unit u add up to."""
     return operations * unit / (1 - operations * unit)
 
@@ -57,7 +59,7 @@ def expected_shrink(
     batch: LoRABatch,
     intermediate: torch.dtype = torch.float32,
 ) -> Expected:
-    """Return h and its bound, ``gamma(2n) * sum |x| |a|`` for sums of n products.
+    """Return h and its bound, ``gamma(2n) * sum |x| |a|`` for sums of n products that are not 0.
 
     h is kept in the dtype `intermediate`; narrower than float32 it is rounded once more. It is
     [num_slices, num_tokens, max_rank]; zero, with bound 0, beyond a rank and without adapter.
@@ -65,6 +67,7 @@ def expected_shrink(
     tokens = batch.num_tokens
     shape = (weights.num_slices, tokens, weights.max_rank)
     value, magnitude = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
+    terms = torch.zeros(tokens, 1, dtype=torch.float64, device="cpu")
     width = max(1, weights.num_slices * weights.max_rank * weights.in_features)
     x_all, a_all = x.detach().cpu(), stack_of_a(weights)
     # gathering A for all tokens at once could take gigabytes
@@ -74,9 +77,8 @@ def expected_shrink(
         x_rows = masked(x_all[rows], (batch.token_slots[rows] != NO_ADAPTER)[:, None])
         value[:, rows] = torch.einsum("ti,tsri->str", x_rows, a)
         magnitude[:, rows] = torch.einsum("ti,tsri->str", x_rows.abs(), a.abs())
-    bound = sum_bound(
-        magnitude, weights.in_features + scale_operations(weights), weights.compute_dtype
-    )
+        terms[rows, 0] = counted(x_rows)
+    bound = sum_bound(magnitude, terms + scale_operations(weights), weights.compute_dtype)
     if intermediate in (torch.float16, torch.bfloat16):
         bound += rounding_bound(value, bound, intermediate)
     within = rank_mask(weights, batch.token_slots).permute(1, 0, 2)
@@ -115,7 +117,7 @@ def _add(
     base, value, bound = start.value, start.value.clone(), start.bound.clone()
     b_all = stack_of_b(weights)
     scalings = masked(weights.scalings, weights.ranks.detach().cpu() > 0)
-    terms = weights.max_rank + (2 if batch.token_scales is None else 3) + scale_operations(weights)
+    factors = (2 if batch.token_scales is None else 3) + scale_operations(weights)
     for rows in _chunks(tokens, max(1, out_features * weights.max_rank)):
         slots = batch.token_slots[rows]
         safe, mask = slots.clamp(min=0), rank_mask(weights, slots)  # [T], [T, S, R]
@@ -129,6 +131,7 @@ def _add(
             delta = scaling * torch.einsum("tr,tnr->tn", h_rows, b)
             from_h = torch.einsum("tr,tnr->tn", h_error, b.abs())
             magnitude = torch.einsum("tr,tnr->tn", h_rows.abs() + h_error, b.abs())
+            terms = mask[:, s].sum(1, keepdim=True) + factors
             sums = sum_bound(magnitude, terms, weights.compute_dtype)
             value[rows, first:end] += delta
             bound[rows, first:end] += scaling.abs() * (from_h + sums)
@@ -236,10 +239,19 @@ def scale_operations(weights: LoRAWeights) -> int:
     return 0 if weights.a_scales is None and weights.b_scales is None else 1
 
 
-def sum_bound(magnitude: torch.Tensor, terms: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the error of a sum of products whose absolute values sum to `magnitude`."""
+def sum_bound(magnitude: torch.Tensor, terms: Count, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the error of a sum of products whose absolute values sum to `magnitude`.
+
+    `terms` is the number of products, or one for each sum. Products with 0 need not be counted.
+    """
     lost = 2 * terms * SMALLEST[torch.float64 if dtype == torch.float64 else torch.float32]
-    return gamma(2 * terms, sum_unit(dtype)) * magnitude + lost
+    return gamma(2 * terms, sum_unit(dtype)) * magnitude + lost  # type: ignore[no-any-return]
+
+
+def counted(factors: torch.Tensor) -> torch.Tensor:
+    """Return how many products of each row are not 0, for one factor of each: [rows] float64."""
+    # a sum adds a product with 0 exactly, in any order
+    return (factors != 0).sum(-1, dtype=torch.float64)
 
 
 def rank_mask(weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:

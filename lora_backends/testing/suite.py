@@ -22,6 +22,7 @@ from lora_backends.errors import InvalidInputError, did_you_mean
 from lora_backends.selection.choice import get_backend
 from lora_backends.selection.option_text import option_texts
 from lora_backends.testing.cases.kinds import KINDS, Case
+from lora_backends.testing.cases.strategies import KINDS_OF_VALUES
 from lora_backends.testing.machine import machine_for
 from lora_backends.testing.profiles import DEFAULT, PROFILES, Profile
 from lora_backends.testing.properties import PROPERTIES, Property
@@ -161,7 +162,7 @@ def _has(case: Case, name: str, wanted: Any) -> bool:
     if name == "base":
         return (case.base is not None) is wanted
     if name == "values":
-        return wanted in ("either", case.values) or wanted == "real"
+        return wanted == "real" or case.values in KINDS_OF_VALUES[wanted]
     return getattr(case, name) == wanted  # type: ignore[no-any-return]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -19,6 +19,14 @@ LARGEST_EXACT = 256
 """Integers up to here are exact in bfloat16; |h| of an integer case stays within."""
 
 
+FEW = 8
+"""Values of a sparse row that are not 0."""
+
+Values: TypeAlias = Literal["real", "sparse", "integer"]
+"""Normal; normal but few in a row of x and of dL/dy, so that the bound stays narrow however wide
+the row is; or small integers whose sums are exact."""
+
+
 class ReproducibleCase:
     """The base of cases of dense layers and of experts, which are dataclasses."""
 
@@ -30,7 +38,7 @@ class ReproducibleCase:
     weights_pad: int
     output_slices: tuple[int, ...]
     max_rank: int
-    values: Literal["real", "integer"]
+    values: Values
     seed: int
 
     @property
@@ -58,6 +66,8 @@ class ReproducibleCase:
 
     def draw_x(self, rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
         """Return x; with integers, all but `LARGEST_EXACT` columns are 0, the last ones not."""
+        if self.values == "sparse":
+            return sparse_normals((rows, width), generator)
         if not self.is_integer:
             return normals((rows, width), generator)
         x = integers((rows, width), generator)
@@ -147,7 +157,7 @@ class LoRACase(ReproducibleCase):
     split: Literal["", "a", "b", "ab"] = ""  # which stacks are tuples of one tensor per slice
     stored: torch.dtype | None = None  # 8-bit dtype of lora_a and lora_b, which have scales then
     scale_block: ScaleBlock = (1, None)  # rows and columns that share a scale
-    values: Literal["real", "integer"] = "real"  # normal, or small integers whose sums are exact
+    values: Values = "real"
     seed: int = 0
 
     def build(self, device: torch.device | str = "cpu") -> LoRAInputs:
@@ -277,6 +287,19 @@ EDGES: Mapping[str, Callable[[LoRACase], bool]] = {
 def normals(shape: tuple[int, ...], generator: torch.Generator, largest: int = 0) -> torch.Tensor:
     """Return normal values."""
     return torch.randn(shape, generator=generator, device="cpu")
+
+
+def sparse_normals(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return normal values, of which a row keeps at most `FEW`: half anywhere, half at its end."""
+    values = normals(shape, generator)
+    if shape[-1] <= FEW:
+        return values
+    order = torch.rand(shape, generator=generator, device="cpu")
+    kept = torch.zeros(shape, dtype=torch.bool, device="cpu")
+    for columns in (order, order[..., -LARGEST_EXACT // 4 :]):  # where a tile is cut off
+        chosen = columns.topk(FEW // 2).indices + (shape[-1] - columns.shape[-1])
+        kept.scatter_(-1, chosen, True)
+    return values * kept
 
 
 def integers(shape: tuple[int, ...], generator: torch.Generator, largest: int = 1) -> torch.Tensor:

@@ -15,8 +15,9 @@ from lora_backends.testing.cases.experts import ExpertCase
 from lora_backends.testing.cases.strategies import (
     EXACT_SCALINGS,
     FLOATS,
+    KINDS_OF_VALUES,
     REAL_SCALINGS,
-    Values,
+    Kinds,
     drawn_form,
     layer_widths,
     tables,
@@ -38,7 +39,7 @@ def expert_cases(
     dtypes: Sequence[torch.dtype] = FLOATS,
     *,
     profile: Profile = DEFAULT,
-    values: Values = "real",
+    values: Kinds = "real",
     base: bool | None = None,
     token_scales: bool | None = None,
     stored: torch.dtype | None = None,
@@ -63,8 +64,8 @@ def expert_cases(
     interleaved = num_slices > 1 and draw(st.booleans())
     widths = draw(st.tuples(*[layer_widths(profile)] * num_slices))
     max_rank = draw(st.sampled_from([rank for rank in profile.ranks if rank <= MOST_RANK]))
-    integer = draw(st.booleans()) if values == "either" else values == "integer"
-    scaling = st.sampled_from(EXACT_SCALINGS if integer else REAL_SCALINGS)
+    kind = draw(st.sampled_from(KINDS_OF_VALUES[values]))
+    scaling = st.sampled_from(EXACT_SCALINGS if kind == "integer" else REAL_SCALINGS)
     rank = st.one_of(st.integers(0, max_rank), st.sampled_from((max_rank, 0)))
     table = (
         num_slots,
@@ -88,7 +89,7 @@ def expert_cases(
         shared_b=draw(st.booleans()),
         interleaved=interleaved,
         mapped=draw(st.booleans()),
-        values="integer" if integer else "real",
+        values=kind,
         **(form | drawn | options),
     )
     for edge in sorted(case.edges()):

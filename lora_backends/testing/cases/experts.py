@@ -14,6 +14,7 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.testing.cases.dense import (
     LARGEST_EXACT,
     ReproducibleCase,
+    Values,
     base_values,
     integers,
     normals,
@@ -94,7 +95,7 @@ class ExpertCase(ReproducibleCase):
     token_scales: bool = False  # the batch has a scale for each token
     stored: torch.dtype | None = None  # 8-bit dtype of lora_a and lora_b, which have scales then
     scale_block: ScaleBlock = (1, None)  # rows and columns that share a scale
-    values: Literal["real", "integer"] = "real"  # normal, or small integers whose sums are exact
+    values: Values = "real"
     seed: int = 0
 
     def build(self, device: torch.device | str = "cpu") -> ExpertInputs:

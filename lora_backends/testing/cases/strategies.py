@@ -7,7 +7,7 @@ without base_output.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeAlias, cast
 
@@ -19,16 +19,22 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from lora_backends.batch import NO_ADAPTER
 from lora_backends.eight_bit import COMPUTE_DTYPES, LARGEST, ScaleBlock
 from lora_backends.features import EIGHT_BIT, OUTPUT_SCALES, SLICE_TENSORS, TOKEN_SCALES
-from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.dense import LoRACase, Values
 from lora_backends.testing.profiles import DEFAULT, Profile
 
-Values: TypeAlias = Literal["real", "integer", "either"]
+Kinds: TypeAlias = Literal["real", "inexact", "integer", "either"]
+KINDS_OF_VALUES: Mapping[Kinds, tuple[Values, ...]] = {
+    "real": ("real",),
+    "inexact": ("real", "sparse"),
+    "integer": ("integer",),
+    "either": ("real", "integer", "sparse", "integer"),
+}
 Split: TypeAlias = Literal["", "a", "b", "ab"]
 SPLITS: tuple[Split, ...] = ("", "ab", "a", "b")
 
 REAL_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.3, -1.7, 5.656854249492381)
 EXACT_SCALINGS = (1.0, 2.0, 0.5, -1.0, 0.0, 0.25, -2.0)
-PADS = (0, 1, 3, 8)
+PADS = (0, 1, 3, 8, 260)
 STORED = (*[None] * 5, *LARGEST, torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCKS: tuple[ScaleBlock, ...] = ((1, None), (None, None), (4, 16), (3, 5), (1, 32), (16, None))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -167,7 +173,7 @@ def lora_cases(
     dtypes: Sequence[torch.dtype] = FLOATS,
     *,
     profile: Profile = DEFAULT,
-    values: Values = "real",
+    values: Kinds = "real",
     num_slices: int | None = None,
     base: bool | None = None,
     bias: bool | None = None,
@@ -185,7 +191,7 @@ def lora_cases(
         draw: given by Hypothesis.
         dtypes: dtypes of x, weights and base_output, e.g. ``Backend.dtypes``.
         profile: how large.
-        values: normal values, small integers whose sums are exact, or either.
+        values: normal values, these or sparse ones, small integers, or any of them.
         num_slices: fixes the number of slices.
         base: fixes whether there is a base_output.
         bias: fixes whether there is a bias.
@@ -206,8 +212,8 @@ def lora_cases(
     slots += (0,) * (min_tokens - len(slots))
     slices = num_slices or draw(st.integers(1, profile.max_slices))
     max_rank = draw(st.sampled_from(profile.ranks))
-    integer = draw(st.booleans()) if values == "either" else values == "integer"
-    scalings = EXACT_SCALINGS if integer else REAL_SCALINGS
+    kind = draw(st.sampled_from(KINDS_OF_VALUES[values]))
+    scalings = EXACT_SCALINGS if kind == "integer" else REAL_SCALINGS
     with_bias = draw(st.booleans()) if bias is None else bias
     case = LoRACase(
         slots=slots,
@@ -218,7 +224,7 @@ def lora_cases(
         scalings=draw(tables(st.sampled_from(scalings), num_slots, slices)),
         bias=with_bias,
         wide_bias=draw(st.booleans()) if with_bias else False,
-        values="integer" if integer else "real",
+        values=kind,
         output_scales=drawn_if(draw, OUTPUT_SCALES in features, output_scales),
         split=drawn_split(draw, SLICE_TENSORS in features, split),
         **form,

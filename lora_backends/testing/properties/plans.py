@@ -13,6 +13,7 @@ import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
+from lora_backends.features import OUTPUT_SCALES
 from lora_backends.operations import Input
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_same_bits
@@ -41,11 +42,15 @@ def compositions(case: LoRACase) -> list[list[int]]:
     """Return compositions of equal length that differ as much as possible from each other.
 
     The drawn one; none with an adapter; one adapter owning all; every token the next slot; the
-    drawn one shifted by a slot and shuffled; the drawn one again.
+    drawn one shifted by a slot and shuffled; the drawn one again; the same but for one token, which
+    is neither the first nor the last where there are more.
     """
     tokens, slots = case.num_tokens, case.num_slots
     shuffled = [(slot + 1) % slots if slot >= 0 else slot for slot in case.slots]
     random.Random(case.seed).shuffle(shuffled)
+    almost = list(case.slots)
+    for token in [max(0, tokens - 2)] if tokens else ():
+        almost[token] = NO_ADAPTER if almost[token] == slots - 1 else almost[token] + 1
     return [
         list(case.slots),
         [NO_ADAPTER] * tokens,
@@ -53,6 +58,7 @@ def compositions(case: LoRACase) -> list[list[int]]:
         [token % slots for token in range(tokens)],
         shuffled,
         list(case.slots),
+        almost,
     ]
 
 
@@ -125,14 +131,14 @@ def a_refilled_plan_equals_a_fresh_one(backend: LoRABackend, case: LoRACase) -> 
 def two_plans_in_flight_are_independent(backend: LoRABackend, case: LoRACase) -> None:
     """Of the same size and of another, run in turns, one refilled in between."""
     inputs = case.build(backend.device)
-    other = composed(inputs, compositions(case)[4], case.seed)
+    other, almost = (composed(inputs, compositions(case)[at], case.seed) for at in (4, -1))
     half = inputs.select(range(case.num_tokens // 2))
-    flight = [(part, backend.prepare_batch(part.batch)) for part in (inputs, other, half)]
+    flight = [(part, backend.prepare_batch(part.batch)) for part in (inputs, other, half, almost)]
     # another order than they were made in
-    for part, plan in (flight[0], flight[2], flight[1]):
+    for part, plan in (flight[0], *flight[:0:-1]):
         check_linear(backend, case, part, plan)
     backend.prepare_batch(inputs.replace(slots=compositions(case)[3]).batch, out=flight[1][1])
-    for part, plan in (flight[0], flight[2]):
+    for part, plan in (flight[0], *flight[2:]):
         check_linear(backend, case, part, plan)
 
 
@@ -153,7 +159,10 @@ def steps_of_two_plans_interleave(backend: LoRABackend, case: LoRACase) -> None:
 
 @either_prop("One plan serves layers of any shape.", examples=12)
 def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) -> None:
-    """Another of the same shape, other widths, ranks and slices; then the first, with another x."""
+    """Of the same shape with other strides, dtypes and optional tensors; of other shapes.
+
+    Then the first again, with another x.
+    """
     plan = backend.prepare_batch(case.build(backend.device).batch)
     widths = case.output_slices
     layers = (
@@ -163,6 +172,7 @@ def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) ->
         dataclasses.replace(case, in_features=case.in_features + 5, bias=not case.bias),
         dataclasses.replace(case, max_rank=case.max_rank + 3),
         _with_one_more_slice(case),
+        *_of_the_same_shape(backend, case),
     )
     first = case.build(backend.device)
     check_linear(backend, case, first, plan)
@@ -171,6 +181,24 @@ def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) ->
         check_linear(backend, layer, inputs, plan)
     # a stored call of the first layer must not repeat its x
     check_linear(backend, case, first.replace(x=-first.x), plan)
+
+
+def _of_the_same_shape(backend: LoRABackend, case: LoRACase) -> list[LoRACase]:
+    """Return cases that differ in one thing that a shape does not show."""
+    others = [dtype for dtype in backend.dtypes if dtype not in (case.base, torch.float64)]
+    with_base = dataclasses.replace(case, base=others[case.seed % len(others)]) if others else case
+    changed = [
+        dataclasses.replace(case, x_pad=case.x_pad + 2),
+        dataclasses.replace(case, weights_pad=case.weights_pad + 2),
+        dataclasses.replace(case, bias=not case.bias),
+        dataclasses.replace(with_base, base_pad=case.base_pad + 2),
+        dataclasses.replace(with_base, base_pad=0),
+        dataclasses.replace(case, base=None),
+        dataclasses.replace(case, ranks=case.ranks[1:] + case.ranks[:1]),
+    ]
+    if OUTPUT_SCALES in backend.features:
+        changed.append(dataclasses.replace(case, output_scales=not case.output_scales))
+    return changed
 
 
 def _with_one_more_slice(case: LoRACase) -> LoRACase:

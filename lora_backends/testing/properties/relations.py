@@ -14,11 +14,17 @@ import torch
 from lora_backends.backend import LoRABackend
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_bits
-from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.dense import LARGEST_EXACT, LoRACase
 from lora_backends.testing.cases.inputs import LoRAInputs, same_bits
-from lora_backends.testing.properties.core import EXACT, deterministic, either_prop, prop
+from lora_backends.testing.properties.core import ANY_LAYER, EXACT, deterministic, either_prop, prop
 from lora_backends.testing.properties.core import batch_invariant as claims_batch_invariance
-from lora_backends.testing.properties.runs import assert_agree, expected, gather_slots, linear
+from lora_backends.testing.properties.runs import (
+    assert_agree,
+    assert_right,
+    expected,
+    gather_slots,
+    linear,
+)
 
 
 def _assert_gives(
@@ -124,6 +130,21 @@ def equal_adapters_are_interchangeable(backend: LoRABackend, case: LoRACase) -> 
     ]
     y = linear(backend, inputs.replace(weights=doubled, slots=moved))
     _assert_gives(backend, case, inputs, y, backend.batch_invariant)
+
+
+@either_prop("Rows of x may lie over each other.", features=ANY_LAYER, examples=15, min_tokens=2)
+def rows_of_x_may_overlap(backend: LoRABackend, case: LoRACase) -> None:
+    """One row for all tokens, of stride 0; then rows that begin one element after each other."""
+    inputs = case.build(backend.device)
+    generator = torch.Generator().manual_seed(case.seed)
+    width = case.in_features + case.num_tokens
+    few = case.draw_x(1, width, generator)[0].to(inputs.x)
+    if case.is_integer and case.stored is not None:
+        few[LARGEST_EXACT // 2 :] = 0  # as in `LoRACase.build`
+    size = (case.num_tokens, case.in_features)
+    for stride in (0, 1):
+        over = replace(inputs, x=few.as_strided(size, (stride, 1)))
+        assert_right(linear(backend, over), expected(backend, over), over, case.is_integer)
 
 
 @either_prop("Slots that no token uses change nothing.")

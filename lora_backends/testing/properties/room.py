@@ -88,7 +88,7 @@ def a_plan_with_room_takes_batches_of_any_size(backend: LoRABackend, case: LoRAC
     """One plan refilled with fewer and more tokens; every operation on some of the batches."""
     inputs, plan = case.build(backend.device), None
     tokens, operations = case.num_tokens, operations_for(inputs.weights)
-    capacity = tokens + case.seed % 3 * 7
+    capacity = tokens + (0, 7, 9 * tokens + 70)[case.seed % 3]
     for turn, count in enumerate(((tokens + 1) // 2, tokens, 0, tokens - 1)):
         part = inputs.select(range(count))
         if plan is None:

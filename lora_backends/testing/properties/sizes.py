@@ -6,11 +6,12 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import combinations, cycle, islice
 from typing import Any, TypeVar
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER
+from lora_backends.operations import BY_NAME
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_same_bits
 from lora_backends.testing.cases.dense import LoRACase
@@ -18,7 +19,6 @@ from lora_backends.testing.cases.experts import ExpertCase
 from lora_backends.testing.properties.core import (
     ANY_EXPERTS,
     ANY_LAYER,
-    BOUNDED,
     BY_CLAIM,
     either_prop,
     no_interpreter,
@@ -28,8 +28,12 @@ from lora_backends.testing.properties.experts import check_experts
 from lora_backends.testing.properties.runs import (
     assert_right,
     check_linear,
+    expected_of,
     intermediate,
     linear,
+    operations_for,
+    run,
+    strided_h,
 )
 
 SMALL = 8
@@ -60,7 +64,7 @@ def large_batches_are_right(backend: LoRABackend, case: LoRACase) -> None:
     runs = (case.num_slots - 1,) * tiles + (NO_ADAPTER,) * 5_000 + (0,) * rest
     for large in (mixed, replace(small, slots=runs)):
         inputs = large.build(backend.device)
-        with _naming(f"a batch of {large.num_tokens} tokens for {large.num_slots} slots"):
+        with naming(f"a batch of {large.num_tokens} tokens for {large.num_slots} slots"):
             y = check_linear(backend, large, inputs)
         # the oracle's bound would hide a row of another tile
         if backend.deterministic and backend.batch_invariant:
@@ -78,16 +82,97 @@ def large_layers_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """Fused and in two steps, and the embedding of more tokens than 16 bits count."""
     small = _small(case)
     for large in _large_layers(small):
+        if case.values == "real":  # whose bound is wide where a row is
+            large = replace(large, values="sparse")
         inputs = large.build(backend.device)
-        with _naming(f"{inputs.weights!r}, fused"):
+        with naming(f"{inputs.weights!r}, fused"):
             check_linear(backend, large, inputs)
         plan = backend.prepare_batch(inputs.batch)
         h = backend.run_lora_a(inputs.x, inputs.weights, plan)
         y = backend.run_lora_b(h, inputs.weights, plan, inputs.new_view())
         wanted = oracles.expected_linear(inputs.x, inputs.weights, inputs.batch, inputs.base)
-        with _naming(f"{inputs.weights!r}, in two steps"):
+        with naming(f"{inputs.weights!r}, in two steps"):
             assert_right(y, wanted, inputs, case.is_integer)
     _check_vocabulary(backend, small)
+
+
+@either_prop(
+    "Any two sizes may be large together, in batches of any order.",
+    features=ANY_LAYER,
+    examples=3,
+)
+def two_large_sizes_are_right(backend: LoRABackend, case: LoRACase) -> None:
+    """Of tokens, slots, inputs, columns and the rank; by run_linear and another operation."""
+    for turn, large in enumerate(mixed_sizes(backend, case)):
+        inputs = large.build(backend.device)
+        plan, h = backend.prepare_batch(inputs.batch), strided_h(large, inputs)
+        others = [op for op in operations_for(inputs.weights) if op.name != "run_linear"]
+        for operation in (BY_NAME["run_linear"], others[(case.seed + turn) % len(others)]):
+            y = run(backend, operation, inputs, plan, inputs.new_view(), h)
+            wanted = expected_of(backend, operation, inputs, h)
+            with naming(f"{operation.name} of {inputs.weights!r}, {large.num_tokens} tokens"):
+                assert_right(y, wanted, inputs, large.is_integer)
+
+
+def mixed_sizes(backend: LoRABackend, case: LoRACase) -> Iterator[LoRACase]:
+    """Yield a case for every two sizes, which are large in it; in the interpreter for a few."""
+    draw, small = random.Random(case.seed), _small(case)
+    pairs = list(combinations(("tokens", "slots", "inputs", "columns", "rank"), 2))
+    if no_interpreter(backend) is not None:
+        pairs = draw.sample(pairs, 2)
+    for pair in pairs:
+        number = {name: _large(draw, LARGEST[name]) if name in pair else 0 for name in LARGEST}
+        slices = len(small.output_slices)
+        slots = number["slots"] or small.num_slots
+        inputs = number["inputs"] or small.in_features
+        rank = number["rank"] or small.max_rank
+        widths = list(small.output_slices)
+        if number["columns"]:
+            widths[draw.randrange(slices)] = number["columns"]
+        # what the oracle gathers
+        most = max(32, GATHERED // (rank * max(slices * inputs, sum(widths))))
+        tokens = min(number["tokens"], most) or max(SMALL, draw.choice((20, slots)))
+        kinds = [(0, rank, rank, draw.randint(1, rank))[draw.randrange(4)] for _ in range(7)]
+        table = [[draw.choice(kinds) for _ in range(slices)] for _ in range(slots)]
+        table[draw.randrange(slots)][draw.randrange(slices)] = rank
+        yield replace(
+            small,
+            slots=_in_any_order(draw, tokens, slots),
+            ranks=tuple(map(tuple, table)),
+            max_rank=rank,
+            in_features=inputs,
+            output_slices=tuple(widths),
+            scalings=_repeated(small.scalings, slots),
+        )
+
+
+LARGEST = {"tokens": 2048, "slots": 128, "inputs": 2048, "columns": 2048, "rank": 256}
+"""The largest power of two next to which `mixed_sizes` draws a size."""
+
+GATHERED = 1 << 21
+"""Most elements of A or B that belong to the tokens of a case of `mixed_sizes`."""
+
+
+def _large(draw: random.Random, largest: int) -> int:
+    """Return a size on either side of a power of two, some way behind it, or the power itself."""
+    # thresholds of kernels are powers of two
+    powers = [1 << e for e in range(3, 12) if largest // 16 <= 1 << e <= largest]
+    power = draw.choice(powers)
+    return power + draw.choice((-1, 0, 1, power // 16, power // 4, draw.randint(1, power - 1)))
+
+
+def _in_any_order(draw: random.Random, tokens: int, slots: int) -> tuple[int, ...]:
+    """Return slots of tokens: of one, of each in turn, or of some in any order."""
+    order = draw.choice(("one", "each", "random", "rising", "falling", "runs"))
+    if order == "one":
+        return (draw.randrange(slots),) * tokens
+    if order == "each":
+        first = draw.randrange(slots)
+        return tuple((first + token) % slots for token in range(tokens))
+    drawn = draw.choices(range(NO_ADAPTER, slots), k=tokens)
+    if order == "runs":
+        return tuple(drawn[token // 50] for token in range(tokens))
+    return tuple(drawn if order == "random" else sorted(drawn, reverse=order == "falling"))
 
 
 def _check_vocabulary(backend: LoRABackend, small: LoRACase) -> None:
@@ -101,7 +186,7 @@ def _check_vocabulary(backend: LoRABackend, small: LoRACase) -> None:
     y = linear(backend, inputs, name="run_embedding")
     arguments = (inputs.token_ids, inputs.weights, inputs.batch, inputs.base)
     narrow = intermediate(backend, inputs)
-    with _naming("a vocabulary of 70,001 tokens"):
+    with naming("a vocabulary of 70,001 tokens"):
         wanted = oracles.expected_embedding(*arguments, intermediate=narrow)
         assert_right(y, wanted, inputs, exact=True)
     if no_interpreter(backend) is not None:  # each of these layers would take it half a minute
@@ -112,7 +197,7 @@ def _check_vocabulary(backend: LoRABackend, small: LoRACase) -> None:
         replace(few, output_slices=(*small.output_slices[:-1], 70_001)),
     ):
         inputs = large.build(backend.device)
-        with _naming(repr(inputs.weights)):
+        with naming(repr(inputs.weights)):
             check_linear(backend, large, inputs)
 
 
@@ -133,67 +218,88 @@ def _large_layers(small: LoRACase) -> Iterator[LoRACase]:
 
 
 @prop(
-    "130 experts, wide experts, and hundreds of pairs are right.",
+    "130 experts, wide experts, many slots and hundreds of pairs are right.",
     kind=ExpertCase,
-    agreement=BOUNDED,
-    examples=2,
+    agreement=BY_CLAIM,
+    values="either",
+    examples=3,
     min_tokens=1,
     features=ANY_EXPERTS,
 )
 def many_experts_are_right(backend: LoRABackend, case: ExpertCase) -> None:
-    """70 tokens; then few, of a thousand columns and ranks above 64; then 300 of few experts."""
-    numbers, experts, most = random.Random(case.seed), 130, min(case.max_rank, SMALL)
-    slots = (0, *_repeated(case.slots, 69))
-
-    def table(values: Sequence[T], count: int) -> tuple[tuple[tuple[T, ...], ...], ...]:
-        """Return values for each slot, expert and A."""
-        width = len(case.ranks[0][0])
-        return tuple(
-            tuple(tuple(numbers.choices(values, k=width)) for _ in range(count))
-            for _ in range(case.num_slots)
-        )
-
-    many = replace(
-        case,
-        slots=slots,
-        ids=tuple(tuple(numbers.choices(range(-1, experts), k=10)) for _ in slots),
-        num_experts=experts,
-        top_k=10,
-        ranks=table((most, most, 1, 0), experts),
-        max_rank=most,
-        scalings=table((1.0, -0.5, 0.3), experts),
-        shared_a=False,
-        in_features=min(case.in_features, SMALL),
-        output_slices=tuple(min(width, SMALL) for width in case.output_slices),
-    )
-    wide = replace(
-        case,
-        slots=(0, *case.slots[1:6]),
-        ids=((0,) * case.top_k, *case.ids[1:6]),
-        ranks=table((case.max_rank + 69, 70), case.num_experts),
-        max_rank=case.max_rank + 69,
-        scalings=table((1.0, -0.5, 0.3), case.num_experts),
-        in_features=1029,
-        output_slices=tuple(width + 1024 for width in case.output_slices),
-    )
-    long = (0, *_repeated(case.slots, 299))
-    busy = replace(
-        many,
-        slots=long,
-        ids=tuple(tuple(numbers.choices((0, 0, -1, case.num_experts - 1), k=2)) for _ in long),
-        num_experts=case.num_experts,
-        top_k=2,
-        ranks=table((most, most, 1, 0), case.num_experts),
-        scalings=table((1.0, -0.5, 0.3), case.num_experts),
-    )
-    for large in (many, wide, busy):
+    """Each with options of its own, so that few cases have most combinations."""
+    for large in large_experts(backend, case):
         inputs = large.build(backend.device)
-        with _naming(f"{inputs.weights!r}, {large.num_tokens} tokens, {large.top_k} experts each"):
+        with naming(f"{inputs.weights!r}, {large.num_tokens} tokens, {large.top_k} experts each"):
             check_experts(backend, large, inputs)
 
 
+def large_experts(backend: LoRABackend, case: ExpertCase) -> Iterator[ExpertCase]:
+    """Yield 70 tokens of 130 experts, then few of wide ones, then 600 of few; 40 slots."""
+    numbers, most = random.Random(case.seed), min(case.max_rank, SMALL)
+    tokens = 600 if no_interpreter(backend) is None else 200
+
+    def sized(num_slots: int, experts: int, ranks: Sequence[int], **sizes: Any) -> ExpertCase:
+        """Return the case with other options, and tables for some slots and experts."""
+        widths, slices = sizes["output_slices"], len(case.output_slices)
+        interleaved = slices > 1 and numbers.random() < 0.5
+        shape = num_slots, numbers.choice((experts, experts, 1)), numbers.choice((slices, 1))
+        scalings = (1.0, -0.5, 2.0 if case.is_integer else 0.3)
+        options = {o.name: numbers.choice(o.values) for o in BY_NAME["run_experts"].options}
+        sizes["output_slices"] = (widths[0],) * slices if interleaved else widths
+        return replace(
+            case,
+            num_experts=experts,
+            ranks=_table(numbers, ranks, *shape),
+            scalings=_table(numbers, scalings, *shape),
+            max_rank=max(ranks),
+            shared_a=numbers.random() < 0.25,
+            shared_b=numbers.random() < 0.25,
+            interleaved=interleaved,
+            mapped=numbers.random() < 0.5,
+            **(sizes | options),
+        )
+
+    low = {
+        "in_features": min(case.in_features, SMALL),
+        "output_slices": tuple(min(width, SMALL) for width in case.output_slices),
+    }
+    few = (most, most, 1, 0)
+    many = {"slots": _slots(numbers, 70, 3), "ids": _ids(numbers, 70, range(-1, 130), 10)}
+    yield sized(3, 130, few, top_k=10, **many, **low)
+    rank = min(case.max_rank, 60) + 69
+    wide = {
+        "slots": _slots(numbers, 6, case.num_slots),
+        "ids": ((0,) * case.top_k, *_ids(numbers, 5, range(-1, case.num_experts), case.top_k)),
+        "in_features": numbers.choice((513, 1029, 2100)),
+        "output_slices": tuple(width + 1024 for width in case.output_slices),
+        "values": "sparse",  # integers would not be exact, and the bound of others is wide
+    }
+    yield sized(case.num_slots, case.num_experts, (rank, 70), **wide)
+    last = case.num_experts - 1
+    busy = {"slots": _slots(numbers, tokens, 40), "ids": _ids(numbers, tokens, (0, 0, -1, last), 2)}
+    yield sized(40, case.num_experts, few, top_k=2, **busy, **low)
+
+
+def _slots(numbers: random.Random, tokens: int, slots: int) -> tuple[int, ...]:
+    return 0, *numbers.choices(range(NO_ADAPTER, slots), k=tokens - 1)
+
+
+def _ids(
+    numbers: random.Random, tokens: int, experts: Sequence[int], top_k: int
+) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(numbers.choices(experts, k=top_k)) for _ in range(tokens))
+
+
+def _table(numbers: random.Random, values: Sequence[Any], *shape: int) -> Any:
+    """Return nested tuples of a shape, drawn from values."""
+    if not shape:
+        return numbers.choice(values)
+    return tuple(_table(numbers, values, *shape[1:]) for _ in range(shape[0]))
+
+
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
+def naming(what: str) -> Iterator[None]:
     """Add the large sizes to a failure, whose case shows only the others."""
     try:
         yield
@@ -206,6 +312,8 @@ def _small(case: LoRACase) -> LoRACase:
     return replace(
         case,
         slots=(0, *case.slots[:19]),
+        x_pad=min(case.x_pad, SMALL),
+        base_pad=min(case.base_pad, SMALL),
         ranks=_changed(case.ranks, most=SMALL),
         max_rank=min(case.max_rank, SMALL),
         in_features=min(case.in_features, SMALL),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,7 @@ def integers_are_exact(backend: LoRABackend, case: LoRACase) -> None:
 @prop(
     "run_linear is within the bound of float64.",
     agreement=BOUNDED,
+    values="inexact",
     examples=120,
     features=ANY_LAYER,
 )
@@ -165,7 +167,8 @@ def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
 def large_and_small_deltas_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """Times 2^12 and 2^-12, into a y of zeros that has room for them; h may not fit in float16.
 
-    Small values are in x, then in the weights: many are denormal in float16, if there is any.
+    Small values are in x, then in the weights: many are denormal in float16, if there is any. Then
+    a float16 y holds denormals, and values next to its largest.
     """
     inputs = case.build(backend.device).without_base_and_bias()
     wide = torch.float32 in backend.dtypes
@@ -185,6 +188,22 @@ def large_and_small_deltas_are_right(backend: LoRABackend, case: LoRACase) -> No
         if wide:
             inputs = replace(inputs, base=torch.zeros(shape, device=backend.device))
         check_linear(backend, case, inputs)
+        _check_ends_of_float16(backend, case)
+
+
+def _check_ends_of_float16(backend: LoRABackend, case: LoRACase) -> None:
+    """Check a float16 y whose values are all denormal, and one that almost overflows."""
+    inputs = case.build(backend.device)
+    largest = float(expected(backend, inputs).value.abs().max()) if case.num_tokens else 0.0
+    ends = [2.0**-15, 60_000.0]
+    if intermediate(backend, inputs) == torch.float16:
+        ends.pop()  # h may overflow
+    for end in ends if largest else ():
+        power = math.floor(math.log2(end / largest))
+        of_weights = max(-6, min(power // 4, 3))  # of A and of B, most of which stay normal
+        of_x = max(-10, min(power - 2 * of_weights, 8))
+        weights = _times(inputs.weights, 2.0**of_weights)
+        check_linear(backend, case, inputs.replace(x=inputs.x * 2.0**of_x, weights=weights))
 
 
 def _times(weights: LoRAWeights, factor: float) -> LoRAWeights:

@@ -12,6 +12,7 @@ from mutants import (
     features,
     gradients,
     outputs,
+    sizes,
     state,
 )
 from mutants.base import MUTANTS, Mutant, TwoSteps
@@ -28,5 +29,6 @@ __all__ = [
     "features",
     "gradients",
     "outputs",
+    "sizes",
     "state",
 ]

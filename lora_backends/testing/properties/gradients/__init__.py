@@ -5,6 +5,7 @@ from lora_backends.testing.properties.gradients import (  # noqa: I001  the orde
     relations,
     calls,
     experts,
+    sizes,
 )
 
-__all__ = ["calls", "experts", "relations", "values"]
+__all__ = ["calls", "experts", "relations", "sizes", "values"]

@@ -11,7 +11,7 @@ import torch
 from lora_backends.backend import LoRABackend
 from lora_backends.operations import BY_NAME, Input, Operation
 from lora_backends.testing import oracles
-from lora_backends.testing.cases.dense import LoRACase
+from lora_backends.testing.cases.dense import LoRACase, sparse_normals
 from lora_backends.testing.cases.inputs import SENTINEL, LoRAInputs, same_bits
 from lora_backends.testing.gradient_oracle import expected_gradients
 from lora_backends.testing.oracles import Expected
@@ -142,7 +142,9 @@ def upstream(case: LoRACase, inputs: LoRAInputs, y: torch.Tensor) -> torch.Tenso
     reaches.
     """
     generator = torch.Generator().manual_seed(case.seed + 7)
-    if not case.is_integer:
+    if case.values == "sparse":
+        values = sparse_normals(tuple(y.shape), generator)
+    elif not case.is_integer:
         values = torch.randn(y.shape, generator=generator, device="cpu")
     elif y.ndim == 3:
         values = torch.randint(-8, 9, y.shape, generator=generator, device="cpu").float()
