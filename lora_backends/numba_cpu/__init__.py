@@ -18,7 +18,7 @@ from lora_backends.eight_bit import is_eight_bit
 from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
-from lora_backends.numba_cpu import experts, launch
+from lora_backends.numba_cpu import blends, experts, launch
 from lora_backends.numba_cpu.call_cache import CachedRun
 from lora_backends.numba_cpu.gradients import launch as backward
 from lora_backends.numba_cpu.layer import Layers, require_memory
@@ -213,6 +213,23 @@ class NumbaCPUBackend(LoRABackend):
             cached = CachedRun(bound, x.shape[0], plan.num_slots, plan.needs)
             plan.call_cache.store("run_linear", self, x, weights, y, cached)
         return y
+
+    @override
+    def prepare_together(self, batch: LoRABatch, out: Any, capacity: int | None) -> blends.Blend:
+        if out is None:
+            return blends.Blend(batch)
+        out.refill(batch)
+        return out  # type: ignore[no-any-return]
+
+    @override
+    def add_together(
+        self, operation: str, x: torch.Tensor, weights: LoRAWeights, joint: Any, y: torch.Tensor
+    ) -> bool:
+        first = SHRINK
+        if operation == "run_embedding":
+            first, x = GATHER, x.to(torch.int64).reshape(-1, 1)
+        blends.run(first, self._layers.locate(weights), joint, x, y)
+        return True
 
     @override
     def prepare_experts(

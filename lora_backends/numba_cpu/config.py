@@ -24,6 +24,9 @@ EXPAND_TILES = 16
 """Groups of 16 rows of B that all tokens of a segment meet before the next: 16 to 64 KiB of B at
 rank 16 to 64, which stays in the second-level cache."""
 
+BLEND_TILES = 16
+"""Groups of 16 columns of y that all adapters of a block of tokens meet before the next."""
+
 LONG_SEGMENT = 16
 """From this many tokens on a segment is long: weights are widened once, into a scratch buffer, not
 again for every few tokens."""

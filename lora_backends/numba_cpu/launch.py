@@ -188,6 +188,19 @@ def _start(bound: Bound, job: NumbaPlan | Job, x: int, h: int, h_slice: int, y: 
     start_threads(bound.kernel, _PACK_CALL(fields, work, whole, threads, x, h, h_slice, y), threads)
 
 
+def expand_blocks(
+    kernel: Kernel, located: LocatedLayer, blend: Any, h: torch.Tensor, work: bytes, blocks: bytes
+) -> None:
+    """Run the kernel that adds all adapters of each token; `blocks` holds y and its `Blocks`."""
+    openmp = torch_openmp()
+    functions = NO_FUNCTIONS if openmp is None else openmp.functions
+    rows = 0, 4 * h.stride(1), 0
+    fields = _BOUND.pack(0, kernel.routines, 1, *functions, located.address, *rows, 0, 0)
+    threads = num_threads(located.bytes_read, blend)
+    call = _PACK_CALL(fields, work, 0, threads, 0, h.data_ptr(), 4 * h.stride(0), 0)
+    start_threads(kernel, call + blocks, threads)
+
+
 def start_threads(kernel: Kernel, call: bytes, threads: int) -> None:
     """Run a kernel on as many threads of torch."""
     openmp = torch_openmp() if threads > 1 else None

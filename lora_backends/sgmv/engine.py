@@ -15,7 +15,7 @@ from lora_backends.common.devices import as_device, is_capturing
 from lora_backends.defaults.expert_gradients import ExpertGradients
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to, new_output
-from lora_backends.dispatch.wrap import runs
+from lora_backends.dispatch.wrap import runs, stands_for
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.operations import BY_NAME, OPERATIONS
@@ -206,16 +206,7 @@ class SgmvBackend(LoRABackend):
         # the sizes of the product's kernel depend on the rows of the batch
         if not self._options.tma or self.batch_invariant:
             return False
-        return self._stands_for("run_with_base", _LINEAR)
-
-    def _stands_for(self, name: str, operations: set[str]) -> bool:
-        """Return whether nothing below the class of method `name` overrides one of `operations`."""
-        if vars(self).keys() & operations:
-            return False
-        classes = type(self).__mro__
-        own = next(cls for cls in classes if name in vars(cls))
-        below = classes[: classes.index(own)]
-        return not any(operation in vars(cls) for cls in below for operation in operations)
+        return stands_for(self, "run_with_base", _LINEAR)
 
     def run_with_base(
         self,
@@ -323,7 +314,7 @@ class SgmvBackend(LoRABackend):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         called = "run_linear" if operation in _LINEAR else operation
         fuses = called in ("run_linear", "run_embedding")
-        if not fuses or not self._stands_for("forward_with_h", {operation, called}):
+        if not fuses or not stands_for(self, "forward_with_h", {operation, called}):
             return super().forward_with_h(operation, x, weights, plan, base_output)
         tokens = x.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
