@@ -38,10 +38,11 @@ class Engine(Handled):
 
     def add_together(
         self, operation: str, x: torch.Tensor, weights: Any, joint: Any, y: torch.Tensor
-    ) -> bool:
+    ) -> Any:
         """Add all adapters of each token to y in one pass, rounded once; arguments are checked.
 
         `joint` is a result of `prepare_together`. Return False, with nothing written, if the call
-        needs one pass for each adapter.
+        needs one pass for each adapter; else True, or a `CachedCall` that repeats it and takes
+        `joint` as the plan.
         """
         return False

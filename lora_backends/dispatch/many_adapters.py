@@ -15,12 +15,13 @@ gradients and experts use them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lora_backends.batch import LoRABatch
+from lora_backends.dispatch.cached import CallCache
 from lora_backends.dispatch.engine import Engine
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
@@ -29,10 +30,14 @@ from lora_backends.plan import LoRAPlan
 
 @dataclass(eq=False)
 class ManyAdaptersPlan(LoRAPlan):
-    """The plan of a batch whose tokens have several adapters."""
+    """The plan of a batch whose tokens have several adapters; it keeps calls of one pass."""
 
     plans: tuple[Any, ...]  # of the backend; plan j has the j-th adapter of every token
     joint: Any = None  # what `prepare_together` of the backend returned
+    call_cache: CallCache = field(default_factory=CallCache, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"call_cache": CallCache()}  # addresses die with a copy
 
     @property
     def adapters_per_token(self) -> int:

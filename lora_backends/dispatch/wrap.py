@@ -172,6 +172,10 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
         y: torch.Tensor | None = base_output
         caches = isinstance(plan, CachingPlan) and (stores or name in self.storing)
         if not caches and isinstance(plan, ManyAdaptersPlan):
+            if y is not None and slices in (None, getattr(weights, "num_slices", None)):
+                cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
+                if cached is not None and cached.run(x, weights, plan.joint, y):
+                    return y
             return _add_each(operation, call, self, x, weights, plan, y)
         # the values of token ids are checked in every call
         checks_first = (
@@ -238,7 +242,11 @@ def _add_each(
     if plan.joint is not None and not requires_graph(engine, first, weights, y):
         refuse_output_scales(name, weights, plan)
         if stands_for(engine, "add_together", {name, operation.same_as or name}):
-            if engine.add_together(name, first, weights, plan.joint, y):
+            done = engine.add_together(name, first, weights, plan.joint, y)
+            if done:
+                if done is not True:
+                    as_name = operation.same_as or name
+                    plan.call_cache.store(as_name, engine, first, weights, y, done)
                 return y
     add = partial(_add_one, call, engine, first, weights)
     return add_each(name, add, engine, weights, plan, y)

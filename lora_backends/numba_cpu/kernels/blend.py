@@ -1,9 +1,9 @@
 """The expand of several adapters per token: each block of y is read, added to and stored once.
 
 A block is up to MAX_SEGMENT tokens, whatever their adapters; its segments are the (token, adapter)
-pairs of one slot. For BLEND_TILES groups of 16 columns at a time, a thread widens the block's rows
-of y to float32, lets the routines of single adapters add segment after segment to them, and stores
-the rows that changed. y of float32 is added to where it lies.
+pairs of one slot. For BLEND_BYTES of float32 at a time, a thread widens columns of the block's rows
+of y, lets the routines of single adapters add segment after segment to them, and stores the rows
+that changed. y of float32 is added to where it lies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lora_backends.numba_cpu.config import BLEND_TILES, EXPAND_COST, FETCH_COST, MAX_SEGMENT
+from lora_backends.numba_cpu.config import BLEND_BYTES, EXPAND_COST, FETCH_COST, MAX_SEGMENT
 from lora_backends.numba_cpu.kernels.arguments import KernelCall
 from lora_backends.numba_cpu.kernels.eight_bit_expand import narrow_row, widen_row
 from lora_backends.numba_cpu.kernels.shares import (
@@ -31,7 +31,7 @@ from lora_backends.numba_cpu.machine.records import read_id, record, write_id
 LANES = v.LANES
 CALL_FIELDS = len(KernelCall._fields)
 Y_AT, Y_ROW_AT = (8 * KernelCall._fields.index(name) for name in ("y", "y_row"))
-ROW_BYTES = 4 * LANES * BLEND_TILES  # of the float32 copy of a row of y
+LINE = 64  # bytes of a cache line, and of 16 columns of float32
 
 
 class Blocks(NamedTuple):
@@ -65,15 +65,16 @@ def run_blend(address, expand_scratch, expand_columns):
         write_id(own + 8 * field, read_id(address + 8 * field))
     narrow = blocks.y_dtype != CODE_FLOAT32
     if narrow:
-        copied = np.empty((MAX_SEGMENT * ROW_BYTES + 64) // 4, np.float32)
-        write_id(own + Y_ROW_AT, np.int64(ROW_BYTES))
+        copied = np.empty((BLEND_BYTES + LINE) // 4, np.float32)
     else:
         write_id(own + Y_AT, blocks.y)
         write_id(own + Y_ROW_AT, blocks.y_row)
-    rows = (copied.ctypes.data + 63) // 64 * 64
+    rows = (copied.ctypes.data + LINE - 1) // LINE * LINE
     changed, before = np.empty(MAX_SEGMENT, np.int64), np.int64(0)
     for b in range(blocks.count):
         low, high = read_id(blocks.segments + 8 * b), read_id(blocks.segments + 8 * b + 8)
+        start, stop = read_id(blocks.starts + 8 * b), read_id(blocks.starts + 8 * b + 8)
+        many = BLEND_BYTES // (LINE * (stop - start))  # groups of columns
         for s in range(layer.num_slices):
             item = slice_of(layer, s)
             tiles = (item.last - item.first + LANES - 1) // LANES
@@ -84,13 +85,15 @@ def run_blend(address, expand_scratch, expand_columns):
                 continue
             if narrow:
                 note_changed(layer, call, low, high, s, changed)
-            for tile in range(units[0], units[1], BLEND_TILES):
-                end = min(units[1], tile + BLEND_TILES)
+            for tile in range(units[0], units[1], many):
+                end = min(units[1], tile + many)
                 first = item.first + tile * LANES
                 width = min(item.first + end * LANES, item.last) - first
+                row = LINE * (end - tile)
                 if narrow:
-                    widen_block(blocks, b, changed, first, width, rows)
+                    widen_block(blocks, start, stop, changed, first, width, rows, row)
                     write_id(own + Y_AT, rows - 4 * first)
+                    write_id(own + Y_ROW_AT, row)
                 of_block = record(KernelCall, own)
                 for i in range(low, high):
                     segment = segment_at(call.b_segments, i)
@@ -98,7 +101,7 @@ def run_blend(address, expand_scratch, expand_columns):
                     if rank > 0 or layer.bias:
                         expand_columns(of_block, layer, segment, s, item, rank, tile, end, scratch)
                 if narrow:
-                    narrow_block(blocks, b, changed, first, width, rows)
+                    narrow_block(blocks, start, stop, changed, first, width, rows, row)
 
 
 @function
@@ -124,26 +127,26 @@ def note_changed(layer, call, low, high, s, changed):
 
 
 @function
-def widen_block(blocks, b, changed, first, width, to):
-    """Store columns of a block's rows of y as float32."""
-    start = read_id(blocks.starts + 8 * b)
-    for t in range(read_id(blocks.starts + 8 * b + 8) - start):
-        if changed[t] != 0:
-            row = blocks.y + read_id(blocks.tokens + 8 * (start + t)) * blocks.y_row + 2 * first
+def widen_block(blocks, start, stop, changed, first, width, to, step):
+    """Store columns of a block's rows of y as float32, `step` bytes apart."""
+    for t in range(start, stop):
+        if changed[t - start] != 0:
+            row = blocks.y + read_id(blocks.tokens + 8 * t) * blocks.y_row + 2 * first
             if blocks.y_dtype == CODE_BFLOAT16:
-                widen_row(v.BFLOAT16, row, width, to + t * ROW_BYTES)
+                widen_row(v.BFLOAT16, row, width, to)
             else:
-                widen_row(v.FLOAT16, row, width, to + t * ROW_BYTES)
+                widen_row(v.FLOAT16, row, width, to)
+        to += step
 
 
 @function
-def narrow_block(blocks, b, changed, first, width, rows):
+def narrow_block(blocks, start, stop, changed, first, width, rows, step):
     """Store what `widen_block` widened, each element rounded."""
-    start = read_id(blocks.starts + 8 * b)
-    for t in range(read_id(blocks.starts + 8 * b + 8) - start):
-        if changed[t] != 0:
-            row = blocks.y + read_id(blocks.tokens + 8 * (start + t)) * blocks.y_row + 2 * first
+    for t in range(start, stop):
+        if changed[t - start] != 0:
+            row = blocks.y + read_id(blocks.tokens + 8 * t) * blocks.y_row + 2 * first
             if blocks.y_dtype == CODE_BFLOAT16:
-                narrow_row(v.BFLOAT16, rows + t * ROW_BYTES, width, row)
+                narrow_row(v.BFLOAT16, rows, width, row)
             else:
-                narrow_row(v.FLOAT16, rows + t * ROW_BYTES, width, row)
+                narrow_row(v.FLOAT16, rows, width, row)
+        rows += step
