@@ -16,16 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from lora_backends.batch import LoRABatch
+from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.dispatch.cached import CallCache
 from lora_backends.dispatch.engine import Engine
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
 from lora_backends.plan import LoRAPlan
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(eq=False)
@@ -43,6 +47,43 @@ class ManyAdaptersPlan(LoRAPlan):
     def adapters_per_token(self) -> int:
         """Adapters that a token can have."""
         return len(self.plans)
+
+
+class SortedTokens(NamedTuple):
+    """The tokens of a batch that have adapters, ordered by their adapters, ascending.
+
+    The adapters of token i stand first in row i, ascending. A slot that a token has twice is two.
+    """
+
+    tokens: Ints  # [active] the token
+    slots: Ints  # [active, n] its slots, then num_slots where it has fewer
+    repeats: Ints  # [active, n] how often the slot stands before in the row
+    live: npt.NDArray[np.bool_]  # [active, n] whether there is a slot
+    scales: npt.NDArray[np.float32] | None  # [active, n]; None: all are 1
+
+
+def sorted_tokens(batch: LoRABatch) -> SortedTokens:
+    """Return the tokens of a batch, those with equal adapters together.
+
+    >>> found = sorted_tokens(LoRABatch([[2, 0], [-1, -1], [2, -1], [0, 2]], num_slots=3))
+    >>> found.tokens.tolist(), found.slots.tolist()
+    ([0, 3, 2], [[0, 2], [0, 2], [2, 3]])
+    """
+    given = batch.token_slots.numpy().reshape(batch.num_tokens, -1)
+    slots = np.where(given == NO_ADAPTER, batch.num_slots, given)
+    by_slot = np.argsort(slots, axis=1, kind="stable")
+    slots = np.take_along_axis(slots, by_slot, axis=1)
+    order = np.lexsort(slots.T[::-1])
+    order = np.ascontiguousarray(order[slots[order, 0] < batch.num_slots])
+    slots = slots[order]
+    repeats = np.zeros_like(slots)
+    for j in range(1, slots.shape[1]):
+        repeats[:, j] = np.where(slots[:, j] == slots[:, j - 1], repeats[:, j - 1] + 1, 0)
+    scales = None
+    if batch.token_scales is not None:
+        scales = batch.token_scales.numpy().reshape(given.shape)
+        scales = np.take_along_axis(scales, by_slot, axis=1)[order]
+    return SortedTokens(order, slots, repeats, slots < batch.num_slots, scales)
 
 
 def prepare_each(

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.batch import LoRABatch
+from lora_backends.dispatch.many_adapters import sorted_tokens
 from lora_backends.numba_cpu import launch
 from lora_backends.numba_cpu.config import BLEND_LONG, BLEND_PIECE, LONG_SEGMENT, MAX_SEGMENT
 from lora_backends.numba_cpu.kernels import dense, eight_bit
@@ -48,21 +49,10 @@ class Blend:
     def refill(self, batch: LoRABatch) -> None:
         """Take another batch."""
         self.batch = batch
-        slots = batch.token_slots.numpy().reshape(batch.num_tokens, -1)
-        adapters = slots.shape[1]
-        beyond = np.where(slots == NO_ADAPTER, batch.num_slots, slots)
-        by_slot = np.argsort(beyond, axis=1, kind="stable")
-        ascending = np.take_along_axis(beyond, by_slot, axis=1)
-        tokens = np.lexsort(ascending.T[::-1])  # by adapters, those without one last
-        ascending = ascending[tokens]
-        live = ascending < batch.num_slots
-        self.tokens: Ints = np.ascontiguousarray(tokens[: int(live[:, 0].sum())])
-        repeats = np.zeros_like(ascending)  # of a slot within a token
-        for j in range(1, adapters):
-            same = ascending[:, j] == ascending[:, j - 1]
-            repeats[:, j] = np.where(same, repeats[:, j - 1] + 1, 0)
-        place, column = np.nonzero(live)
-        block, slot, repeat = place // MAX_SEGMENT, ascending[live], repeats[live]
+        found = sorted_tokens(batch)
+        self.tokens: Ints = found.tokens
+        place, column = np.nonzero(found.live)
+        block, slot, repeat = place // MAX_SEGMENT, found.slots[found.live], found.repeats[found.live]
         order = np.lexsort((place, repeat, slot, block))
         block, slot, repeat, place = block[order], slot[order], repeat[order], place[order]
         keys = (np.diff(each, prepend=-1) != 0 for each in (block, slot, repeat))
@@ -76,9 +66,8 @@ class Blend:
         self.in_block: Ints = place % MAX_SEGMENT
         self.own: Ints = np.arange(len(order))
         self.scales = None
-        if batch.token_scales is not None:
-            scales = batch.token_scales.numpy().reshape(slots.shape)[self.x_order]
-            self.scales = scales[self.own, by_slot[self.x_order, column[order]]].copy()
+        if found.scales is not None:
+            self.scales = np.ascontiguousarray(found.scales[place, column[order]])
         self.num_segments, self.num_positions = len(self.segments), len(order)
         self.h_rows, self.needs = self.num_positions, needs_of(self.segments)
         self.packed_work = PACK_WORK(*self._work(self.x_order))

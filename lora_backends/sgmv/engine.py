@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
+from lora_backends.batch import LoRABatch
 from lora_backends.common.devices import as_device, is_capturing
 from lora_backends.defaults.expert_gradients import ExpertGradients
 from lora_backends.dispatch.cached import stores_calls
@@ -22,6 +23,8 @@ from lora_backends.operations import BY_NAME, OPERATIONS
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.backward import launch as backward
 from lora_backends.sgmv.backward.slots import slots_on
+from lora_backends.sgmv.blends import launch as blends
+from lora_backends.sgmv.blends.plan import Blend, fill_blend, new_blend
 from lora_backends.sgmv.base.product import MOST_ROWS, base_arguments, base_kernel_of
 from lora_backends.sgmv.experts.backward import Backward
 from lora_backends.sgmv.experts.launch import add_experts
@@ -420,6 +423,23 @@ class SgmvBackend(LoRABackend):
         count = plan.num_slots if slots is None else len(slots)
         listed = None if slots is None else slots_on(self.device, slots)
         return backward.Wanted(listed, count, plan.runs(capturing, rows))
+
+    @override
+    def prepare_together(
+        self, batch: LoRABatch, out: Blend | None, capacity: int | None
+    ) -> Blend | None:
+        if self.batch_invariant:
+            return None  # a row with one adapter has to have the bits of the other kernels
+        blend = new_blend(batch, capacity, self.device) if out is None else out
+        return fill_blend(blend, batch, self._options.source.tile_tokens)
+
+    @override
+    def add_together(
+        self, operation: str, x: torch.Tensor, weights: LoRAWeights, joint: Blend, y: torch.Tensor
+    ) -> Any:
+        if operation == "run_embedding":
+            return False  # its shrink moves little: it gathers columns of A
+        return blends.run(x, weights, joint, y, self._options)
 
     @override
     def prepare_experts(
