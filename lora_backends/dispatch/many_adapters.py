@@ -69,7 +69,7 @@ def sorted_tokens(batch: LoRABatch) -> SortedTokens:
     >>> found.tokens.tolist(), found.slots.tolist()
     ([0, 3, 2], [[0, 2], [0, 2], [2, 3]])
     """
-    given = batch.token_slots.numpy().reshape(batch.num_tokens, -1)
+    given = batch.token_slots.numpy().reshape(batch.num_tokens, batch.adapters_per_token)
     slots = np.where(given == NO_ADAPTER, batch.num_slots, given)
     by_slot = np.argsort(slots, axis=1, kind="stable")
     slots = np.take_along_axis(slots, by_slot, axis=1)

@@ -31,8 +31,8 @@ class Blend:
     """The pairs of a batch: by block of tokens, then slot, then token.
 
     Tokens with equal adapters lie together, and blocks are MAX_SEGMENT of them. Slots [[0, 2],
-    [2, -1], [0, 2]] make one block of the tokens [0, 2, 1]; the pairs' rows of x are [0, 2] for slot
-    0 and [0, 2, 1] for slot 2. A slot that a token has twice has a segment for each.
+    [2, -1], [0, 2]] make one block of the tokens [0, 2, 1]; the pairs' rows of x are [0, 2] for
+    slot 0 and [0, 2, 1] for slot 2. A slot that a token has twice has a segment for each.
     """
 
     halves_match = False  # the kernels of both halves share out the work by themselves
@@ -52,7 +52,11 @@ class Blend:
         found = sorted_tokens(batch)
         self.tokens: Ints = found.tokens
         place, column = np.nonzero(found.live)
-        block, slot, repeat = place // MAX_SEGMENT, found.slots[found.live], found.repeats[found.live]
+        block, slot, repeat = (
+            place // MAX_SEGMENT,
+            found.slots[found.live],
+            found.repeats[found.live],
+        )
         order = np.lexsort((place, repeat, slot, block))
         block, slot, repeat, place = block[order], slot[order], repeat[order], place[order]
         keys = (np.diff(each, prepend=-1) != 0 for each in (block, slot, repeat))
@@ -80,7 +84,6 @@ class Blend:
         x, own, y = (order.ctypes.data for order in (self.x_order, self.own, y_order))
         scales = NO_SCALES if self.scales is None else (self.scales.ctypes.data, 4)
         return Work(*halves, 1, *halves, x, own, own, y, *scales, own)
-
 
 
 def _pieces(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:

@@ -23,9 +23,9 @@ from lora_backends.operations import BY_NAME, OPERATIONS
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.backward import launch as backward
 from lora_backends.sgmv.backward.slots import slots_on
+from lora_backends.sgmv.base.product import MOST_ROWS, base_arguments, base_kernel_of
 from lora_backends.sgmv.blends import launch as blends
 from lora_backends.sgmv.blends.plan import Blend, fill_blend, new_blend
-from lora_backends.sgmv.base.product import MOST_ROWS, base_arguments, base_kernel_of
 from lora_backends.sgmv.experts.backward import Backward
 from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs

@@ -13,6 +13,7 @@ def test_every_launched_kernel_compiles(target, tmp_path):
             assert f"compiled {engine} bf16 {kernel}\n" in printed
     assert printed.count("compiled triton") >= 19
     assert printed.count("compiled csgmv") >= 10
+    assert printed.count("compiled blends") == 2
     assert printed.count("compiled experts") == 54
     for kernel in ("dh", "dx", "outer", "sum", "add_pieces", "add_planes", "add_columns"):
         assert f"compiled backward bf16 {kernel}_kernel " in printed

@@ -40,9 +40,9 @@ class Blocks(NamedTuple):
     Arrays are given by their addresses; block b ends where block b + 1 begins.
     """
 
-    count: int
-    segments: int  # [count + 1] int64: the first segment of each block
-    starts: int  # [count + 1] int64: its first entry in `tokens`
+    number: int
+    segments: int  # [number + 1] int64: the first segment of each block
+    starts: int  # [number + 1] int64: its first entry in `tokens`
     tokens: int  # int64: the row of y of each token
     y: int
     y_row: int
@@ -71,7 +71,7 @@ def run_blend(address, expand_scratch, expand_columns):
         write_id(own + Y_ROW_AT, blocks.y_row)
     rows = (copied.ctypes.data + LINE - 1) // LINE * LINE
     changed, before = np.empty(MAX_SEGMENT, np.int64), np.int64(0)
-    for b in range(blocks.count):
+    for b in range(blocks.number):
         low, high = read_id(blocks.segments + 8 * b), read_id(blocks.segments + 8 * b + 8)
         start, stop = read_id(blocks.starts + 8 * b), read_id(blocks.starts + 8 * b + 8)
         many = BLEND_BYTES // (LINE * (stop - start))  # groups of columns

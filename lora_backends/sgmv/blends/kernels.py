@@ -59,7 +59,7 @@ def blend_shrink_kernel(
     ENTRIES: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """h[k, e, s, t, :r] = x[t, part k] @ a[slots[e], s, :r, part k].T for all entries e of tiles."""
+    """h[k, e, s, t, :r] = x[t, part k] @ a[slots[e], s, :r, part k].T for every entry e."""
     first, program = row_and_program(PROGRAMS)
     x = Input(ptr=x_ptr, stride_t=x_stride_t, features=in_features)
     a = AStack(
@@ -127,7 +127,7 @@ def blend_expand_kernel(
     ENTRIES: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """y[t, c] += sum over e of factors[t, e] * scaling * (h[e, s, t, :r] @ b[slot, c, :r].T) + bias.
+    """y[t, c] += sum over e of factors[t, e] * scaling * (h[e, s, t, :r] @ b[l, c, :r].T) + bias.
 
     The sum has the order of the entries, from y on, in float32, and is rounded once.
     """
@@ -165,7 +165,9 @@ def blend_expand_kernel(
                     scaling = tl.load(scalings_ptr + slot * SIZES.NUM_SLICES + s)
                     h_slice = h_ptr + (e * SIZES.NUM_SLICES + s).to(tl.int64) * h_stride_s
                     of_y = RowsOfY(at=y_at, read=member, written=member)
-                    tile = _tile(h_slice + tokens * h_stride_t, plane, of_y, b, slot, s, rank, end, SIZES)
+                    tile = _tile(
+                        h_slice + tokens * h_stride_t, plane, of_y, b, slot, s, rank, end, SIZES
+                    )
                     product = _product(tile, c, SIZES)  # [T, C]
                     factors = tl.where(member, scaling * factor, 0.0)
                     added = total + factors[:, None] * product

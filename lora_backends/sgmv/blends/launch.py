@@ -14,7 +14,12 @@ from lora_backends.eight_bit import b_row_groups
 from lora_backends.sgmv.blends import kernels
 from lora_backends.sgmv.blends.plan import Blend
 from lora_backends.sgmv.launch import Options, Stacks, choose_sizes, stacks_of
-from lora_backends.sgmv.launching.kernel import INTERPRETED, Arguments, SpecializedKernel, specialized
+from lora_backends.sgmv.launching.kernel import (
+    INTERPRETED,
+    Arguments,
+    SpecializedKernel,
+    specialized,
+)
 from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
 from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
 from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, column_programs
@@ -86,7 +91,7 @@ def add(
     found.shrink.launch(rows, Arguments(tensors, (), numbers))
     b, b_scales, bias = stacks.b, stacks.b_scales, stacks.bias
     stored = b.base if stacks.is_plain else stored_bytes(b.base)
-    tensors = (
+    of_b = (
         h,
         stored,
         y,
@@ -97,7 +102,7 @@ def add(
         stored if b_scales is None else b_scales,
         *(count, starts, order, slots, factors),
     )
-    numbers = (
+    numbers_of_b = (
         *layout,
         *b.strides,
         y.stride(0),
@@ -105,7 +110,7 @@ def add(
         *((0, 0) if b_scales is None else b_scales.stride()[:2]),
         rows,
     )
-    found.expand.launch(rows, Arguments(tensors, (), numbers))
+    found.expand.launch(rows, Arguments(of_b, (), numbers_of_b))
 
 
 def kernels_of(

@@ -29,16 +29,18 @@ from lora_backends.sgmv.tiles.sizes import power_of_two
 
 @dataclass(eq=False)
 class Blend:
-    """Slots [[0, 2], [2, -1], [0, 2], [1, 0]] with two entries per tile:
+    """The tiles of a batch.
+
+    Slots [[0, 2], [2, -1], [0, 2], [1, 0]] with two entries per tile:
 
         starts   [0, 1, 4]          tile i has the positions from starts[i] to starts[i + 1]
         tokens   [3, 0, 2, 1]
         slots    [[0, 1], [0, 2]]   the entries of each tile, ascending, then -1
         factors  [[1, 1], [1, 1], [1, 1], [nan, 1]]
 
-    factors [positions, entries] has the scale of a token's adapter, NaN where it has no such. A slot
-    that a token has twice is two entries. Tiles are less than `room`; programs loop over tiles, so
-    a captured grid serves any number. All tables lie in one buffer, which a refill overwrites.
+    factors [positions, entries] has the scale of a token's adapter, NaN where it has no such. A
+    slot that a token has twice is two entries. Programs loop over tiles, so a captured grid serves
+    any number of them. All tables lie in one buffer, which a refill overwrites.
     """
 
     num_slots: int
