@@ -204,10 +204,10 @@ def test_all_adapters_of_a_token_are_added_in_one_pass_and_rounded_once(dtype, t
     x = torch.randn(tokens, INPUTS, generator=generator).to(dtype)
     base = torch.randn(tokens, sum(WIDTHS), generator=generator).to(dtype)
     plan, reference = backend.prepare_batch(batch), TorchRefBackend()
-    wanted = reference.run_linear(x, weights, reference.prepare_batch(batch), base.float())
+    wanted = reference.run_linear(x, weights, reference.prepare_batch(batch), base.float().clone())
     plan.plans = plan.plans[:1]  # passes of one adapter would leave some out
     for _ in range(2):  # the second is a stored call
         y = backend.run_linear(x, weights, plan, base.clone())
-        one_rounding = torch.finfo(dtype).eps / 2 * wanted.abs() + 1e-4
+        one_rounding = torch.finfo(dtype).eps / 2 * wanted.abs() + 1e-5 * wanted.abs().max()
         assert ((y.float() - wanted).abs() <= one_rounding).all()
         assert torch.equal(y[0], base[0])
