@@ -386,10 +386,12 @@ def main():
                 done.add(key)
                 compile_kernel(found, dtype, target)
                 print("compiled", engine, dtype, name, flush=True)
-    # the others take a minute for all targets: tests/sgmv/test_blends.py
-    for found in blend_kernels("bf16", BLENDS["bf16"][:1], programmatic, gpu_of(target)):
-        compile_kernel(found, "bf16", target)
-        print("compiled blends", found.kernel.__name__, flush=True)
+    # --all: by hand, 20 s a target
+    cases = BLENDS if "--all" in sys.argv else {"bf16": BLENDS["bf16"][:1]}
+    for dtype in cases:
+        for found in blend_kernels(dtype, cases[dtype], programmatic, gpu_of(target)):
+            compile_kernel(found, dtype, target)
+            print("compiled blends", dtype, found.kernel.__name__, flush=True)
     for found in base_kernels(gpu_of(target)) if programmatic else ():
         compile_kernel(found, "bf16", target)
         print("compiled", "bf16", found.kernel.__name__, flush=True)
