@@ -17,6 +17,7 @@ from measuring import Measurement
 
 TABLE = {
     "adapter_swaps": ("adapter_swaps:SWAPS", "swaps under load: wrong rows, memory"),
+    "blends": ("blends:BLENDS", "several adapters per token: one pass, and one for each"),
     "continuous_smollm2": ("smollm2:CONTINUOUS", "continuous batching and fixed batches"),
     "cpu_cells": ("cpu_cells:CELLS", "numba_cpu, torch_ref and a loop in torch, layer by layer"),
     "cpu_eight_bit": ("cpu_cells:EIGHT_BIT", "stacks of 8 bits on numba_cpu"),

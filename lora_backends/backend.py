@@ -38,7 +38,7 @@ class LoRABackend(Dispatched, ABC):
 
     A token whose slot is ``NO_ADAPTER`` keeps its row of `base_output` bit for bit, and so does a
     slice of rank 0 where there is neither bias nor output_scales. Sums are kept in float32 or
-    wider, and each element of y is rounded once, for each adapter of its token.
+    wider, and each element of y is rounded once.
 
     A subclass implements `prepare_batch`, `run_lora_a` and `run_lora_b`, and overrides the other
     methods only to fuse. Each method of the interface that it defines is wrapped, so that the

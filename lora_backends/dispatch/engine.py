@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,3 +25,24 @@ class Engine(Handled):
     """Supported features beyond the plain interface: names of `lora_backends.features`."""
     storing: ClassVar[frozenset[str]] = frozenset()
     """Operations whose calls the class stores on its plans."""
+
+    def prepare_together(self, batch: Any, out: Any, capacity: int | None) -> Any:
+        """Return what `add_together` needs of a batch of several adapters per token, or None.
+
+        Args:
+            batch: a `LoRABatch` with at most as many adapters per token as that of `out`.
+            out: an earlier result of this engine, to be refilled in place; None: make a new one.
+            capacity: as in `prepare_batch`.
+        """
+        return None
+
+    def add_together(
+        self, operation: str, x: torch.Tensor, weights: Any, joint: Any, y: torch.Tensor
+    ) -> Any:
+        """Add all adapters of each token to y in one pass, rounded once; arguments are checked.
+
+        `joint` is a result of `prepare_together`. Return False, with nothing written, if the call
+        needs one pass for each adapter; else True, or a `CachedCall` that repeats it and takes
+        `joint` as the plan.
+        """
+        return False

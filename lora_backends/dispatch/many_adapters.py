@@ -1,29 +1,47 @@
-"""Several adapters per token: one plan for each, and a call on each, for every backend.
+"""Several adapters per token: one pass where the engine has one, else a call for each adapter.
 
-The deltas of a token's adapters add up, so a call of n adapters per token is n calls that add to
-the same y. It costs n times as much, and y is rounded n times. A kernel that added all adapters of
-a token at once would save the roundings, but its programs would have to share rows of y.
+The deltas of a token's adapters add up in float32 and are rounded once. For n adapters per token
+and a 16-bit y [tokens, out]:
+
+                      calls     reads of x, of y    writes of y
+    a call for each   n         n, n + 1            n + 1, of them n float32, in a copy
+    one pass          1         1 to n, 1           1
+
+A, B and h are read once for each tile of tokens and adapter in it, either way. An engine offers a
+pass by `prepare_together` and `add_together`. The plans of single adapters are made in any case:
+gradients and experts use them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from lora_backends.batch import LoRABatch
+from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.dispatch.cached import CallCache
+from lora_backends.dispatch.engine import Engine
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.features import OUTPUT_SCALES
 from lora_backends.plan import LoRAPlan
 
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(eq=False)
 class ManyAdaptersPlan(LoRAPlan):
-    """The plan of a batch whose tokens have several adapters."""
+    """The plan of a batch whose tokens have several adapters; it keeps calls of one pass."""
 
     plans: tuple[Any, ...]  # of the backend; plan j has the j-th adapter of every token
+    joint: Any = None  # what `prepare_together` of the backend returned
+    call_cache: CallCache = field(default_factory=CallCache, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"call_cache": CallCache()}  # addresses die with a copy
 
     @property
     def adapters_per_token(self) -> int:
@@ -31,8 +49,49 @@ class ManyAdaptersPlan(LoRAPlan):
         return len(self.plans)
 
 
+class SortedTokens(NamedTuple):
+    """The tokens of a batch that have adapters, ordered by their adapters, ascending.
+
+    The adapters of token i stand first in row i, ascending. A slot that a token has twice is two.
+    """
+
+    tokens: Ints  # [active] the token
+    slots: Ints  # [active, n] its slots, then num_slots where it has fewer
+    repeats: Ints  # [active, n] how often the slot stands before in the row
+    live: npt.NDArray[np.bool_]  # [active, n] whether there is a slot
+    scales: npt.NDArray[np.float32] | None  # [active, n]; None: all are 1
+
+
+def sorted_tokens(batch: LoRABatch) -> SortedTokens:
+    """Return the tokens of a batch, those with equal adapters together.
+
+    >>> found = sorted_tokens(LoRABatch([[2, 0], [-1, -1], [2, -1], [0, 2]], num_slots=3))
+    >>> found.tokens.tolist(), found.slots.tolist()
+    ([0, 3, 2], [[0, 2], [0, 2], [2, 3]])
+    """
+    given = batch.token_slots.numpy().reshape(batch.num_tokens, batch.adapters_per_token)
+    slots = np.where(given == NO_ADAPTER, batch.num_slots, given)
+    by_slot = np.argsort(slots, axis=1, kind="stable")
+    slots = np.take_along_axis(slots, by_slot, axis=1)
+    order = np.lexsort(slots.T[::-1])
+    order = np.ascontiguousarray(order[slots[order, 0] < batch.num_slots])
+    slots = slots[order]
+    repeats = np.zeros_like(slots)
+    for j in range(1, slots.shape[1]):
+        repeats[:, j] = np.where(slots[:, j] == slots[:, j - 1], repeats[:, j - 1] + 1, 0)
+    scales = None
+    if batch.token_scales is not None:
+        scales = batch.token_scales.numpy().reshape(given.shape)
+        scales = np.take_along_axis(scales, by_slot, axis=1)[order]
+    return SortedTokens(order, slots, repeats, slots < batch.num_slots, scales)
+
+
 def prepare_each(
-    prepare: Callable[..., Any], batch: LoRABatch, out: ManyAdaptersPlan | None, **options: Any
+    engine: Engine,
+    prepare: Callable[..., Any],
+    batch: LoRABatch,
+    out: ManyAdaptersPlan | None,
+    **options: Any,
 ) -> ManyAdaptersPlan:
     """Return the plan of a batch of several adapters per token; arguments are checked.
 
@@ -40,10 +99,14 @@ def prepare_each(
     """
     if out is None:
         plans = [prepare(part, **options) for part in batch.per_adapter(batch.adapters_per_token)]
-        capacity = options.get("capacity") or batch.num_tokens
-        return ManyAdaptersPlan(batch.num_tokens, batch.num_slots, tuple(plans), capacity=capacity)
+        capacity = options.get("capacity")
+        joint = engine.prepare_together(batch, None, capacity)
+        sizes = batch.num_tokens, batch.num_slots
+        return ManyAdaptersPlan(*sizes, tuple(plans), joint, capacity=capacity or batch.num_tokens)
     for plan, part in zip(out.plans, batch.per_adapter(len(out.plans)), strict=True):
         prepare(part, out=plan, **options)
+    if out.joint is not None:
+        engine.prepare_together(batch, out.joint, None)
     out.num_tokens = batch.num_tokens
     return out
 
@@ -51,14 +114,35 @@ def prepare_each(
 def add_each(
     operation: str,
     call: Callable[..., torch.Tensor],
+    engine: Engine,
     weights: Any,
     plan: ManyAdaptersPlan,
     y: torch.Tensor,
 ) -> torch.Tensor:
     """Add the delta of every adapter to y: ``call(plan of one adapter, y)``, one after another.
 
+    A 16-bit y is added to as float32, so that it is rounded once, if the engine takes float32.
+
     Raises:
         UnsupportedInputError: the layer has output_scales; a token can have only one.
+    """
+    refuse_output_scales(operation, weights, plan)
+    if y.dtype.itemsize > 2 or torch.float32 not in engine.dtypes:
+        for part in plan.plans:
+            call(part, y)
+        return y
+    total = y.float()
+    for part in plan.plans:
+        total = call(part, total)
+    # a NaN that y held keeps its bits, which a cast does not
+    return y.copy_(torch.where(y == y, total.to(y.dtype), y))
+
+
+def refuse_output_scales(operation: str, weights: Any, plan: ManyAdaptersPlan) -> None:
+    """Refuse a layer with output_scales.
+
+    Raises:
+        UnsupportedInputError: it has some.
     """
     # else a column would be scaled once for each adapter
     if OUTPUT_SCALES in weights.needs:
@@ -67,9 +151,6 @@ def add_each(
             f"  given: a plan of {plan.adapters_per_token} adapters per token\n"
             f"  allowed: output_scales with one adapter per token"
         )
-    for part in plan.plans:
-        call(part, y)
-    return y
 
 
 def refuse(operation: str, plan: ManyAdaptersPlan) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,7 +24,13 @@ from lora_backends.dispatch.gradients.autocast import for_autocast, is_any_autoc
 from lora_backends.dispatch.gradients.differentiate import record, requires_graph
 from lora_backends.dispatch.gradients.recorded import count_refill
 from lora_backends.dispatch.library import call_outside, trace_add, trace_shrink
-from lora_backends.dispatch.many_adapters import ManyAdaptersPlan, add_each, prepare_each, refuse
+from lora_backends.dispatch.many_adapters import (
+    ManyAdaptersPlan,
+    add_each,
+    prepare_each,
+    refuse,
+    refuse_output_scales,
+)
 from lora_backends.dispatch.output import new_output
 from lora_backends.dispatch.tracing import is_jit_traced, is_traced, refuse_jit_trace
 from lora_backends.errors import LoRABackendError
@@ -165,6 +172,10 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
         y: torch.Tensor | None = base_output
         caches = isinstance(plan, CachingPlan) and (stores or name in self.storing)
         if not caches and isinstance(plan, ManyAdaptersPlan):
+            if y is not None and slices in (None, getattr(weights, "num_slices", None)):
+                cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
+                if cached is not None and cached.run(x, weights, plan.joint, y):
+                    return y
             return _add_each(operation, call, self, x, weights, plan, y)
         # the values of token ids are checked in every call
         checks_first = (
@@ -216,18 +227,45 @@ def _add_each(
     plan: ManyAdaptersPlan,
     base_output: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run an operation once for each adapter of the tokens; `call` is the method, which checks."""
+    """Add all adapters of the tokens to y; `call` is the method, which checks."""
     if operation.input is Input.H:
         refuse(operation.name, plan)
     y = base_output
     first = for_autocast(operation, first, weights)
     # before the first adapter is added: a later refusal would leave y half done
-    check_operation(engine, operation, first, weights, plan.plans[0], y)
+    if not is_accepted(engine, operation, first, weights, plan.plans[0], y):
+        check_operation(engine, operation, first, weights, plan.plans[0], y)
+        accept(engine, operation, first, weights, y)
     if y is None:
         y = new_output(operation, first, weights, plan)
-    return add_each(
-        operation.name, lambda part, y: call(engine, first, weights, part, y), weights, plan, y
-    )
+    name = operation.name
+    if plan.joint is not None and not requires_graph(engine, first, weights, y):
+        refuse_output_scales(name, weights, plan)
+        if stands_for(engine, "add_together", {name, operation.same_as or name}):
+            done = engine.add_together(name, first, weights, plan.joint, y)
+            if done:
+                if done is not True:
+                    as_name = operation.same_as or name
+                    plan.call_cache.store(as_name, engine, first, weights, y, done)
+                return y
+    add = partial(_add_one, call, engine, first, weights)
+    return add_each(name, add, engine, weights, plan, y)
+
+
+def _add_one(
+    call: Method, engine: Engine, first: Any, weights: LoRAWeights, plan: Any, y: torch.Tensor
+) -> torch.Tensor:
+    return call(engine, first, weights, plan, y)
+
+
+def stands_for(engine: Engine, name: str, operations: set[str]) -> bool:
+    """Return whether nothing below the class of method `name` overrides one of `operations`."""
+    if vars(engine).keys() & operations:
+        return False
+    classes = type(engine).__mro__
+    own = next(cls for cls in classes if name in vars(cls))
+    below = classes[: classes.index(own)]
+    return not any(operation in vars(cls) for cls in below for operation in operations)
 
 
 def _stores(cls: type, operation: Operation) -> bool:
@@ -301,7 +339,7 @@ def _wrap_prepare_batch(method: Callable[..., Any]) -> Callable[..., Any]:
         # a refill keeps the capacity; a backend without that feature does not know the argument
         options = {} if capacity is None or out is not None else {"capacity": capacity}
         if is_many:
-            return prepare_each(MethodType(method, self), batch, out, **options)
+            return prepare_each(self, MethodType(method, self), batch, out, **options)
         return method(self, batch, out=out, **options)
 
     return call

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.defaults.gradients import Segments
-from lora_backends.dispatch.cached import stores_calls
+from lora_backends.dispatch.cached import CachedCall, stores_calls
 from lora_backends.dispatch.output import added_to
 from lora_backends.dispatch.wrap import unchecked
 from lora_backends.eight_bit import is_eight_bit
@@ -19,6 +19,7 @@ from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.numba_cpu import experts, launch
+from lora_backends.numba_cpu.blends import Blend, BlendedRun
 from lora_backends.numba_cpu.call_cache import CachedRun
 from lora_backends.numba_cpu.gradients import launch as backward
 from lora_backends.numba_cpu.layer import Layers, require_memory
@@ -213,6 +214,24 @@ class NumbaCPUBackend(LoRABackend):
             cached = CachedRun(bound, x.shape[0], plan.num_slots, plan.needs)
             plan.call_cache.store("run_linear", self, x, weights, y, cached)
         return y
+
+    @override
+    def prepare_together(self, batch: LoRABatch, out: Any, capacity: int | None) -> Blend:
+        if out is None:
+            return Blend(batch)
+        out.refill(batch)
+        return out  # type: ignore[no-any-return]
+
+    @override
+    def add_together(
+        self, operation: str, x: torch.Tensor, weights: LoRAWeights, joint: Any, y: torch.Tensor
+    ) -> CachedCall | bool:
+        located, first = self._layers.locate(weights), SHRINK
+        if operation == "run_embedding":
+            first, x = GATHER, x.to(torch.int64).reshape(-1, 1)
+        call = BlendedRun.of(first, located, joint, x, y)
+        call.run(x, weights, joint, y)
+        return call if first == SHRINK else True
 
     @override
     def prepare_experts(

@@ -188,6 +188,36 @@ def _start(bound: Bound, job: NumbaPlan | Job, x: int, h: int, h_slice: int, y: 
     start_threads(bound.kernel, _PACK_CALL(fields, work, whole, threads, x, h, h_slice, y), threads)
 
 
+def expand_fields(kernel: Kernel, located: LocatedLayer) -> bytes:
+    """Return the fields of the call of a blend's expand before those of a `Work`."""
+    openmp = torch_openmp()
+    functions = NO_FUNCTIONS if openmp is None else openmp.functions
+    rows = 0, 4 * located.max_rank, 0
+    return _BOUND.pack(0, kernel.routines, 1, *functions, located.address, *rows, 0, 0)
+
+
+def shrink_and_add(
+    bound: Bound, kernel: Kernel, blend: Any, x: int, expand: tuple[bytes, bytes, bytes]
+) -> None:
+    """Run the shrink of a blend, then its expand.
+
+    Args:
+        bound: the shrink.
+        kernel: the expand.
+        blend: the batch, a `Blend`.
+        x: address of x.
+        expand: `expand_fields`, a `Work`, and `Blocks`.
+    """
+    h_slice = bound.h_row * blend.h_rows
+    size, h = h_slice * bound.num_slices, _SCRATCH.address
+    if size > SCRATCH_BYTES:
+        memory = torch.empty(size // 4, device=_CPU)
+        h = memory.data_ptr()
+    _start(bound, blend, x, h, h_slice, 0)
+    threads, (fields, work, blocks) = num_threads(bound.bytes_read, blend), expand
+    start_threads(kernel, _PACK_CALL(fields, work, 0, threads, 0, h, h_slice, 0) + blocks, threads)
+
+
 def start_threads(kernel: Kernel, call: bytes, threads: int) -> None:
     """Run a kernel on as many threads of torch."""
     openmp = torch_openmp() if threads > 1 else None

@@ -11,11 +11,12 @@ import torch
 from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
+from lora_backends.batch import LoRABatch
 from lora_backends.common.devices import as_device, is_capturing
 from lora_backends.defaults.expert_gradients import ExpertGradients
 from lora_backends.dispatch.cached import stores_calls
 from lora_backends.dispatch.output import added_to, new_output
-from lora_backends.dispatch.wrap import runs
+from lora_backends.dispatch.wrap import runs, stands_for
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.operations import BY_NAME, OPERATIONS
@@ -23,6 +24,8 @@ from lora_backends.sgmv import launch
 from lora_backends.sgmv.backward import launch as backward
 from lora_backends.sgmv.backward.slots import slots_on
 from lora_backends.sgmv.base.product import MOST_ROWS, base_arguments, base_kernel_of
+from lora_backends.sgmv.blends import launch as blends
+from lora_backends.sgmv.blends.plan import Blend, fill_blend, new_blend
 from lora_backends.sgmv.experts.backward import Backward
 from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
@@ -67,6 +70,9 @@ class SgmvBackend(LoRABackend):
     narrow_intermediate = True
     most_base_rows: ClassVar[int] = MOST_ROWS
     """Rows that `run_with_base` takes."""
+    blends_in_one_pass: ClassVar[bool] = INTERPRETED
+    """Whether a token's adapters are added in one pass. On a GPU a pass for each is the default, as
+    no card has run the kernels of one pass yet: ``benchmarks/run.py blends`` times both."""
 
     def __init__(
         self,
@@ -206,16 +212,7 @@ class SgmvBackend(LoRABackend):
         # the sizes of the product's kernel depend on the rows of the batch
         if not self._options.tma or self.batch_invariant:
             return False
-        return self._stands_for("run_with_base", _LINEAR)
-
-    def _stands_for(self, name: str, operations: set[str]) -> bool:
-        """Return whether nothing below the class of method `name` overrides one of `operations`."""
-        if vars(self).keys() & operations:
-            return False
-        classes = type(self).__mro__
-        own = next(cls for cls in classes if name in vars(cls))
-        below = classes[: classes.index(own)]
-        return not any(operation in vars(cls) for cls in below for operation in operations)
+        return stands_for(self, "run_with_base", _LINEAR)
 
     def run_with_base(
         self,
@@ -323,7 +320,7 @@ class SgmvBackend(LoRABackend):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         called = "run_linear" if operation in _LINEAR else operation
         fuses = called in ("run_linear", "run_embedding")
-        if not fuses or not self._stands_for("forward_with_h", {operation, called}):
+        if not fuses or not stands_for(self, "forward_with_h", {operation, called}):
             return super().forward_with_h(operation, x, weights, plan, base_output)
         tokens = x.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
@@ -429,6 +426,24 @@ class SgmvBackend(LoRABackend):
         count = plan.num_slots if slots is None else len(slots)
         listed = None if slots is None else slots_on(self.device, slots)
         return backward.Wanted(listed, count, plan.runs(capturing, rows))
+
+    @override
+    def prepare_together(
+        self, batch: LoRABatch, out: Blend | None, capacity: int | None
+    ) -> Blend | None:
+        # batch_invariant: a row with one adapter has to have the bits of the other kernels.
+        if self.batch_invariant or not self.blends_in_one_pass:
+            return None
+        blend = new_blend(batch, capacity, self.device) if out is None else out
+        return fill_blend(blend, batch, self._options.source.tile_tokens)
+
+    @override
+    def add_together(
+        self, operation: str, x: torch.Tensor, weights: LoRAWeights, joint: Blend, y: torch.Tensor
+    ) -> Any:
+        if operation == "run_embedding":
+            return False  # its shrink moves little: it gathers columns of A
+        return blends.run(x, weights, joint, y, self._options)
 
     @override
     def prepare_experts(

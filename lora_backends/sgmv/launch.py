@@ -189,7 +189,7 @@ def _kernels(
     form: Form,
     tma: bool,
 ) -> Kernels:
-    shrink, expand = _tiles(batch, layer, storage, options, form)
+    shrink, expand = choose_sizes(batch, layer, storage, options, form)
     linear, exact = form in ("linear", "beside"), form == "separate"
     if form == "beside" and shrink.warps_k:  # else the kernel unrolls its steps
         shrink = replace(shrink, split_k=min(shrink.split_k, PLANES_BESIDE))
@@ -263,12 +263,13 @@ def kernel_sizes(
     lines: tuple[int, ...] = ()
     if options.programmatic and form == "linear":
         lines = prefetched_lines(batch, layer, options.gpu)
-    return batch.tile_tokens, *_tiles(batch, layer, PLAIN, options, form), lines
+    return batch.tile_tokens, *choose_sizes(batch, layer, PLAIN, options, form), lines
 
 
-def _tiles(
+def choose_sizes(
     batch: BatchShape, layer: LayerShape, storage: Storage, options: Options, form: Form
 ) -> tuple[ShrinkTiles, ExpandTiles]:
+    """Return the tile sizes of both kernels for one layer and batch."""
     choose_tiles = options.source.choose_tiles
 
     def choose(layer: LayerShape) -> TileConfig:

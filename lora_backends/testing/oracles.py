@@ -179,13 +179,18 @@ def expected_linear(
     """Return y of `run_linear`, as `LoRABackend` defines it, and its bound.
 
     `intermediate` is the dtype that a backend keeps h in between the two products. Of several
-    adapters per token, each is added to the sum of those before it, rounded to the dtype of y.
+    adapters per token, each is added in float32 or wider to the sum of those before it, and the sum
+    is rounded once.
     """
     out_dtype = x.dtype if base_output is None else base_output.dtype
-    y = _start(weights, batch, base_output)
-    for part in batch.per_adapter(batch.adapters_per_token):
+    y, parts = _start(weights, batch, base_output), batch.per_adapter(batch.adapters_per_token)
+    sum_dtype = out_dtype if len(parts) == 1 else torch.promote_types(out_dtype, torch.float32)
+    for part in parts:
         h = expected_shrink(x, weights, part, intermediate)
-        y = _add(h, weights, part, y, out_dtype)
+        y = _add(h, weights, part, y, sum_dtype)
+    if sum_dtype != out_dtype:
+        rounding = rounding_bound(y.value, y.bound, out_dtype) * touched(weights, batch)
+        y = Expected(y.value, y.bound + rounding)
     return y
 
 

@@ -42,6 +42,11 @@ POINTERS = {
     "scalings_ptr": "*fp32",
     "slot_table_ptr": "*i32",
     "token_table_ptr": "*i32",
+    "num_tiles_ptr": "*i32",
+    "starts_ptr": "*i32",
+    "tokens_ptr": "*i32",
+    "slots_ptr": "*i32",
+    "factors_ptr": "*fp32",
     "group_starts_ptr": "*i32",
     "token_ids_ptr": "*i64",
     "h_ptr": "*fp32",
@@ -114,6 +119,10 @@ ROOMY = {  # as CASES, for shared memory alone
 }
 
 
+BLENDS = {  # layer, (tokens, tiles), adapters per token, whether there is a bias, as in STORAGE
+    "bf16": [(TINY, (64, 8), 3, True, None)],
+    "i8": [(SMALL, (64, 8), 2, False, ("int8", (1, None)))],
+}
 BASES = [  # rows, columns, and whether there is a bias
     (1, 4096, False),
     (64, 4096, True),  # the most shared memory
@@ -292,7 +301,7 @@ def check_shared(variant, target, shared):
 def check_ptx(found, dtype, ptx):
     """Check how a kernel reads memory, and where it waits."""
     name, sizes = found.kernel.__name__, found.sizes
-    is_dense = "experts" not in found.kernel.__module__
+    is_dense = found.kernel.__module__.startswith("lora_backends.sgmv.kernels")
     if isinstance(sizes, ExpandSizes) and is_dense:
         if is_wide(sizes):
             # a thread with one column reads single values of y: of the first token, and of later
@@ -362,6 +371,8 @@ def rows_of(constants):
     """Return the rows of a program's tile."""
     if "SITE" in constants:
         return constants["SITE"].ROWS
+    if "TILE" in constants:
+        return constants["TILE"]
     return math.prod(
         size for name, size in constants["ROW"]._asdict().items() if name != "BY_TOKEN"
     )
@@ -407,6 +418,34 @@ def kernels(cases, engine, dtype, programmatic, gpu):
             yield launch.gather_kernel(cls, len(slices), rank, 0, PLAIN, constants(False))
 
 
+def blend_kernels(dtype, cases, programmatic, gpu):
+    """Yield the kernels for several adapters per token of cases as above."""
+    import torch
+
+    from lora_backends.csgmv import CsgmvBackend
+    from lora_backends.sgmv import launch
+    from lora_backends.sgmv.blends.launch import kernels_for
+    from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
+    from lora_backends.sgmv.tiles import rules
+    from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
+    from lora_backends.sgmv.tiles.source import rules_for
+
+    options = launch.Options(
+        CsgmvBackend, "ieee", programmatic, False, rules_for(gpu), programmatic, gpu
+    )
+    for (slices, inputs, rank), (tokens, sets), adapters, has_bias, stored in cases:
+        layer = LayerShape(len(slices), rank, inputs, sum(slices), 4 if dtype == "fp32" else 2)
+        storage = PLAIN
+        if stored:
+            name, block = stored
+            kind = storage_kind(getattr(torch, name), programmatic)
+            storage = Storage(kind, block, torch.bfloat16)
+        batch = BatchShape(tokens, sets, rules.tile_tokens(tokens, sets))
+        sizes = adapters, 1 << (2 * adapters - 1).bit_length()
+        aligns = (0, 0) if has_bias else (16, 16)
+        yield from kernels_for(batch, layer, slices, sizes, has_bias, aligns, storage, options)[:2]
+
+
 def base_kernels(gpu):
     """Yield the kernels that multiply by base weights of several widths."""
     from lora_backends.sgmv.base.product import _block_t, _kernel, base_tiles
@@ -441,6 +480,9 @@ def variants(target):
         for engine, dtype in cases:
             for found in kernels(cases, engine, dtype, programmatic, gpu):
                 yield Variant(f"{engine} {dtype}", found, dtype, whole=whole)
+    for dtype, cases in BLENDS.items():
+        for found in blend_kernels(dtype, cases, programmatic, gpu):
+            yield Variant(f"blends {dtype}", found, dtype)
     for found in base_kernels(gpu) if programmatic else ():
         yield Variant("bf16", found, "bf16")
 

@@ -191,3 +191,23 @@ def test_a_refill_changes_the_number_of_tokens_and_whether_they_have_scales():
         assert backend.prepare_batch(batch, out=plan) is plan
         y = backend.run_linear(x, weights, plan, base.clone())
         assert_close(y, both("run_linear", x, weights, batch, base)[1])
+
+
+@pytest.mark.parametrize("tokens", [3, 2 * MAX_SEGMENT + 9])
+@DTYPES
+def test_all_adapters_of_a_token_are_added_in_one_pass_and_rounded_once(dtype, tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    weights, backend = layer(dtype, ("bias",)), NumbaCPUBackend()
+    slots = torch.randint(-1, SLOTS, (tokens, 3), generator=generator)
+    slots[0], slots[1] = -1, 1  # none, and one three times
+    batch = LoRABatch(slots, SLOTS, torch.rand(tokens, 3, generator=generator))
+    x = torch.randn(tokens, INPUTS, generator=generator).to(dtype)
+    base = torch.randn(tokens, sum(WIDTHS), generator=generator).to(dtype)
+    plan, reference = backend.prepare_batch(batch), TorchRefBackend()
+    wanted = reference.run_linear(x, weights, reference.prepare_batch(batch), base.float().clone())
+    plan.plans = plan.plans[:1]  # passes of one adapter would leave some out
+    for _ in range(2):  # the second is a stored call
+        y = backend.run_linear(x, weights, plan, base.clone())
+        one_rounding = torch.finfo(dtype).eps / 2 * wanted.abs() + 1e-5 * wanted.abs().max()
+        assert ((y.float() - wanted).abs() <= one_rounding).all()
+        assert torch.equal(y[0], base[0])

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers.engines import UNITS, VARIANTS, device_or_skip, make_engine
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend, quantize_weights
+from lora_backends.dispatch.many_adapters import sorted_tokens
 from lora_backends.sgmv import launch
+from lora_backends.sgmv.blends.plan import cut_tiles, new_blend
 from lora_backends.sgmv.tiles.sizes import ExpandTiles, ShrinkTiles, TileConfig
 from lora_backends.sgmv.tiles.source import fixed_source
 
@@ -263,3 +266,40 @@ def test_a_captured_plan_without_scales_refuses_a_batch_with_scales(engine, devi
         engine.run_linear(x, weights, plan, y)
     with pytest.raises(InvalidInputError, match="captured the plan without token_scales"):
         engine.prepare_batch(LoRABatch([0] * 4, SLOTS, [1.0] * 4), out=plan)
+
+
+BLENDS = [[0, 2], [2, -1], [-1, -1], [1, 1], [2, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8], ids=str)
+def test_all_adapters_of_a_token_are_added_in_one_pass_and_rounded_once(
+    device, stored, monkeypatch
+):
+    backend = make_engine("triton", device)
+    weights = layer(device, torch.bfloat16, bias=torch.randn(SLOTS, OUT).to(device))
+    weights = weights if stored is None else quantize_weights(weights, stored)
+    batch = LoRABatch(BLENDS * 4, SLOTS, torch.rand(24, 2))
+    plan, x = backend.prepare_batch(batch), rows(24, INPUTS, device, torch.bfloat16)
+    base = torch.randn(24, OUT, device=device)
+    # in float32, rounded here
+    wanted = reference(device).prepare_batch(batch)
+    wanted = reference(device).run_linear(x, weights, wanted, base.bfloat16().float())
+    # a captured grid may have fewer rows than a batch has tiles
+    assert plan.joint.num_tiles > 1
+    monkeypatch.setattr(type(plan.joint), "grid_rows", lambda self, capturing, rows: 1)
+    plan.plans = plan.plans[:1]  # passes of one adapter would leave some out
+    y = backend.run_linear(x, weights, plan, base.bfloat16())
+    agree(y.float(), wanted, base, torch.bfloat16)
+    assert torch.equal(y[2::6], base.bfloat16()[2::6])  # without an adapter
+
+
+def test_tiles_name_few_slots_and_every_token_once():
+    slots = torch.randint(-1, 20, (200, 3), generator=torch.Generator().manual_seed(4))
+    found = sorted_tokens(LoRABatch(slots, 20))
+    keys = np.where(found.live, found.slots * 3 + found.repeats, -1)
+    starts, tiles = cut_tiles(keys, 16, 8)
+    assert starts[0] == 0 and starts[-1] == len(found.tokens) == int((slots >= 0).any(1).sum())
+    for first, end, entries in zip(starts, starts[1:], tiles, strict=False):
+        assert 0 < end - first <= 16 and len(entries) <= 8 and entries == sorted(set(entries))
+        assert set(keys[first:end].ravel().tolist()) - {-1} == set(entries)
+    assert len(tiles) <= new_blend(LoRABatch(slots, 20), None, torch.device("cpu")).room

@@ -45,7 +45,7 @@ def trace_recorded(
             refuse(operation.name, plan)
         y = new_output(operation, x, weights, plan) if base_output is None else base_output
         add = partial(trace_recorded, operation, engine, x, weights)
-        return add_each(operation.name, add, weights, plan, y)
+        return add_each(operation.name, add, engine, weights, plan, y)
     tensors = [
         tensor if differentiates(operation, name) else tensor.detach()
         for name, tensor in weights.tensors.items()

@@ -16,6 +16,7 @@ from lora_backends.numba_cpu.config import (
 from lora_backends.numba_cpu.kernels import long
 from lora_backends.numba_cpu.kernels.addressing import ALL, columns_of, expand_of, h_of, x_of
 from lora_backends.numba_cpu.kernels.arguments import ExpandLong, Gather, Panel, Shrink
+from lora_backends.numba_cpu.kernels.blend import run_blend
 from lora_backends.numba_cpu.kernels.driver import run_call
 from lora_backends.numba_cpu.kernels.long import aligned
 from lora_backends.numba_cpu.kernels.shares import rank_of, slice_of, start_of
@@ -119,5 +120,17 @@ def entry() -> Any:
             expand_scratch,
             expand_columns,
         )
+
+    return compiled(run)
+
+
+def blend_entry() -> Any:
+    """Compile the expand of several adapters per token.
+
+    It takes the address of a `KernelCall` with its `Blocks`.
+    """
+
+    def run(address):
+        run_blend(address, expand_scratch, expand_columns)
 
     return compiled(run)

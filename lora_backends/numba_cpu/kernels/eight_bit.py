@@ -32,6 +32,7 @@ from lora_backends.numba_cpu.kernels.arguments import (
     RowPointers,
     Shrink,
 )
+from lora_backends.numba_cpu.kernels.blend import run_blend
 from lora_backends.numba_cpu.kernels.driver import run_call
 from lora_backends.numba_cpu.kernels.eight_bit_shrink import ORDER_BYTES, row_bytes, scale_h
 from lora_backends.numba_cpu.kernels.long import LINE, aligned
@@ -182,5 +183,17 @@ def entry() -> Any:
             expand_scratch,
             expand_columns,
         )
+
+    return compiled(run)
+
+
+def blend_entry() -> Any:
+    """Compile the expand of several adapters per token.
+
+    It takes the address of a `KernelCall` with its `Blocks`.
+    """
+
+    def run(address):
+        run_blend(address, expand_scratch, expand_columns)
 
     return compiled(run)

@@ -112,6 +112,19 @@ def _behind(name):
     return prepare_batch
 
 
+@caught_by("several_adapters_are_the_sum_of_single_runs")
+class RoundedForEachAdapter(Featured):
+    """y is rounded for each adapter of a token."""
+
+    def prepare_together(self, batch, out, capacity):
+        return [self.prepare_batch(part) for part in batch.per_adapter(batch.adapters_per_token)]
+
+    def add_together(self, operation, x, weights, joint, y):
+        for plan in joint:
+            getattr(self, operation)(x, weights, plan, y)
+        return True
+
+
 SecondAdaptersScaleIgnored.prepare_batch = _behind("scale")
 caught_by("several_adapters_are_the_sum_of_single_runs")(SecondAdaptersScaleIgnored)
 SecondAdapterForgotten.prepare_batch = _behind("adapter")

@@ -1,0 +1,1 @@
+"""Several adapters per token in two launches, whatever their number, for both Triton engines."""

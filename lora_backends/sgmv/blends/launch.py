@@ -1,0 +1,213 @@
+"""The two kernels of a layer for several adapters per token, and their launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from lora_backends.common.devices import is_capturing
+from lora_backends.eight_bit import b_row_groups
+from lora_backends.sgmv.blends import kernels
+from lora_backends.sgmv.blends.plan import Blend
+from lora_backends.sgmv.launch import Options, Stacks, choose_sizes, stacks_of
+from lora_backends.sgmv.launching.kernel import (
+    INTERPRETED,
+    Arguments,
+    SpecializedKernel,
+    specialized,
+)
+from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
+from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
+from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, column_programs
+from lora_backends.sgmv.tiles.source import rules_for
+from lora_backends.weights import LoRAWeights
+
+
+class BlendKernels(NamedTuple):
+    """Both kernels for a layer and a shape of batch."""
+
+    shrink: SpecializedKernel
+    expand: SpecializedKernel
+    split_k: int  # planes of h
+
+
+@dataclass(eq=False, slots=True)
+class BlendedCall:
+    """A call of one layer: the `CachedCall` of a blend."""
+
+    options: Options
+    device: torch.device
+    stacks: Stacks
+
+    def run(self, x: torch.Tensor, weights: LoRAWeights, blend: Blend, y: torch.Tensor) -> bool:
+        """Launch both kernels."""
+        capturing = is_capturing(self.device)
+        blend.is_captured |= capturing
+        add(x, weights, self.stacks, blend, y, self.options, capturing)
+        return True
+
+
+def run(
+    x: torch.Tensor, weights: LoRAWeights, blend: Blend, y: torch.Tensor, options: Options
+) -> BlendedCall | bool:
+    """Add all adapters to y; return the call if it can be repeated as it is, else True."""
+    stacks = stacks_of(weights)
+    call = BlendedCall(options, x.device, stacks)
+    call.run(x, weights, blend, y)
+    return call if stacks.in_place else True
+
+
+def add(
+    x: torch.Tensor,
+    weights: LoRAWeights,
+    stacks: Stacks,
+    blend: Blend,
+    y: torch.Tensor,
+    options: Options,
+    capturing: bool,
+) -> None:
+    """Launch the shrink and the expand."""
+    assert stacks.a is not None and stacks.b is not None
+    tokens = x.shape[0]
+    # a batch without adapters compiles the kernels: a capture that follows cannot
+    rows = blend.grid_rows(capturing, tokens) or (0 if INTERPRETED else 1)
+    if not rows:
+        return
+    found = kernels_of(weights, stacks, blend, tokens, x.dtype, options)
+    shape = (found.split_k, blend.entries * weights.num_slices, tokens, weights.max_rank)
+    h = torch.empty(shape, dtype=torch.float32, device=x.device)
+    count, starts, order, slots, factors = blend.tables
+    a, a_scales = stacks.a, stacks.a_scales
+    stored = a.base if stacks.is_plain else stored_bytes(a.base)
+    scales = a.base if a_scales is None else a_scales  # the base is not read
+    tensors = (x, stored, stacks.ranks, a.table, scales, count, starts, order, slots, h)
+    strides = (0, 0, 0) if a_scales is None else a_scales.stride()[:3]
+    layout = tokens, *h.stride()[1:3]
+    numbers = (stacks.in_features, x.stride(0), *a.strides, *strides, *layout, rows)
+    found.shrink.launch(rows, Arguments(tensors, (), numbers))
+    b, b_scales, bias = stacks.b, stacks.b_scales, stacks.bias
+    stored = b.base if stacks.is_plain else stored_bytes(b.base)
+    of_b = (
+        h,
+        stored,
+        y,
+        stored if bias is None else bias,
+        stacks.ranks,
+        stacks.scalings,
+        b.table,
+        stored if b_scales is None else b_scales,
+        *(count, starts, order, slots, factors),
+    )
+    numbers_of_b = (
+        *layout,
+        *b.strides,
+        y.stride(0),
+        0 if bias is None else bias.stride(0),
+        *((0, 0) if b_scales is None else b_scales.stride()[:2]),
+        rows,
+    )
+    found.expand.launch(rows, Arguments(of_b, (), numbers_of_b))
+
+
+def kernels_of(
+    weights: LoRAWeights,
+    stacks: Stacks,
+    blend: Blend,
+    rows: int,
+    dtype: torch.dtype,
+    options: Options,
+) -> BlendKernels:
+    """Return both kernels for a layer, a batch and x of `rows` rows: one cached lookup."""
+    tokens = rows if blend.is_captured else blend.num_tokens
+    kind = 0 if stacks.is_plain else storage_kind(weights.dtype, options.programmatic)
+    layer = LayerShape(
+        weights.num_slices,
+        weights.max_rank,
+        weights.in_features,
+        weights.out_features,
+        max(weights.dtype.itemsize, dtype.itemsize),
+    )
+    return kernels_for(
+        BatchShape(tokens, blend.tiles_hint, blend.tile_tokens),
+        layer,
+        weights.output_slices,
+        (blend.adapters, blend.entries),
+        stacks.bias is not None,
+        stacks.aligns,
+        Storage(kind, weights.scale_block, dtype) if kind else PLAIN,
+        options,
+    )
+
+
+@lru_cache(maxsize=4096)
+def kernels_for(
+    batch: BatchShape,
+    layer: LayerShape,
+    output_slices: tuple[int, ...],
+    adapters: tuple[int, int],
+    has_bias: bool,
+    slice_aligns: tuple[int, int],
+    storage: Storage,
+    options: Options,
+) -> BlendKernels:
+    """Return both kernels; `adapters` are those of a token and the entries of a tile, at most."""
+    per_token, entries = adapters
+    rules = options._replace(source=rules_for(options.gpu))  # tables are of one adapter per token
+    # about two tokens a row or more, so that no size is one of lone tokens
+    batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots))
+    stacked = replace(layer, num_slices=layer.num_slices * per_token)
+    shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
+    expand = choose_sizes(batch, layer, storage, rules, "linear")[1]
+    expand = replace(expand, num_stages=1)  # B comes without TMA
+    columns, rank = column_programs(output_slices, expand), layer.max_rank
+    of_a = shrink_sizes(
+        shrink,
+        layer.in_features,
+        rank,
+        storage,
+        PRECISION=options.precision,
+        PROGRAMMATIC=options.programmatic,
+        NUM_SLICES=layer.num_slices,
+        SLICE_ALIGN=slice_aligns[0],
+        EVEN_R=8 if rank % 8 == 0 else 0,
+        EXITS=True,
+    )
+    of_b = expand_sizes(
+        expand,
+        columns,
+        shrink.split_k,
+        rank,
+        storage,
+        FIRST_GROUPS=tuple(accumulate(b_row_groups(output_slices, storage.block), initial=0)),
+        PRECISION=options.precision,
+        PROGRAMMATIC=options.programmatic,
+        NUM_SLICES=layer.num_slices,
+        SLICE_ALIGN=slice_aligns[1],
+        HAS_BIAS=has_bias,
+    )
+    blocks = -(-layer.stacked * entries // shrink.block_n)
+    tile: dict[str, Any] = {"TILE": batch.tile_tokens, "ENTRIES": entries}
+    return BlendKernels(
+        specialized(
+            kernels.blend_shrink_kernel,
+            blocks * shrink.split_k,
+            num_warps=shrink.num_warps,
+            num_stages=shrink.num_stages,
+            programmatic=options.programmatic,
+            SIZES=of_a,
+            **tile,
+        ),
+        specialized(
+            kernels.blend_expand_kernel,
+            columns.programs,
+            num_warps=expand.num_warps,
+            programmatic=options.programmatic,
+            SIZES=of_b,
+            **tile,
+        ),
+        shrink.split_k,
+    )

@@ -1,0 +1,180 @@
+"""The tables of a batch of several adapters per token: tiles of tokens, and the slots of each.
+
+Tokens with equal adapters lie together, and a tile takes more sets of adapters as long as they name
+few slots. One shrink and one expand serve all adapters:
+
+                 passes of one adapter each       one pass
+    launches     2n                               2
+    x is read    once for each adapter            once for each block of rows of A
+    y moves      n reads, n writes                1 read, 1 write
+    A, B, h      once for each adapter of a tile  the same
+
+for x [tokens, in], y [tokens, out] and n adapters per token. Where all tokens of a batch have other
+sets, tiles hold fewer tokens, but still at least two sets each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lora_backends.batch import LoRABatch
+from lora_backends.dispatch.many_adapters import SortedTokens, sorted_tokens
+from lora_backends.sgmv.layout import Ints, aligned, bucket, max_runs
+from lora_backends.sgmv.tiles.sizes import power_of_two
+
+
+@dataclass(eq=False)
+class Blend:
+    """The tiles of a batch.
+
+    Slots [[0, 2], [2, -1], [0, 2], [1, 0]] with two entries per tile:
+
+        starts   [0, 1, 4]          tile i has the positions from starts[i] to starts[i + 1]
+        tokens   [3, 0, 2, 1]
+        slots    [[0, 1], [0, 2]]   the entries of each tile, ascending, then -1
+        factors  [[1, 1], [1, 1], [1, 1], [nan, 1]]
+
+    factors [positions, entries] has the scale of a token's adapter, NaN where it has no such. A
+    slot that a token has twice is two entries. Programs loop over tiles, so a captured grid serves
+    any number of them. All tables lie in one buffer, which a refill overwrites.
+    """
+
+    num_slots: int
+    capacity: int  # tokens that a refill may have
+    adapters: int  # per token, at most
+    has_room: bool  # whether refills may have tiles of another size until a graph is captured
+    packed: torch.Tensor  # [size] int32, on the device
+    entries: int  # of a tile, at most; a power of two
+    room: int  # tiles that any batch needs at most
+    tile_tokens: int = 0  # 0: not filled yet
+    num_tokens: int = 0
+    num_tiles: int = 0
+    tiles_hint: int = 1  # tile sizes of kernels follow from it
+    is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the tables
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"is_captured": False}  # no graph uses a copy
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """The number of tiles, then `starts`, `tokens`, `slots` and `factors`."""
+        packed, at = self.packed, self._places()
+        factors = packed[at[3] :].view(torch.float32)
+        return packed, packed[at[0] :], packed[at[1] :], packed[at[2] :], factors
+
+    def _places(self) -> tuple[int, int, int, int, int]:
+        return places(self.capacity, self.room, self.entries)
+
+    def grid_rows(self, capturing: bool, rows: int) -> int:
+        """Return the rows of the grid for x of `rows` rows, in use or, captured, enough for most.
+
+        A program of a captured grid may have several tiles of an unusual batch.
+        """
+        if not capturing:
+            return self.num_tiles
+        return min(self.room, max_runs(rows, self.num_slots, self.tile_tokens))
+
+    def fill(self, batch: LoRABatch, found: SortedTokens, tile_tokens: int) -> None:
+        """Cut a batch into tiles; the copy of the tables to the device is under way."""
+        may_cut = self.tile_tokens == 0 or (self.has_room and not self.is_captured)
+        if may_cut:
+            self.tile_tokens = tile_tokens
+        pinned = not self.packed.is_cpu
+        staged = torch.empty(
+            self.packed.numel(), dtype=torch.int32, device="cpu", pin_memory=pinned
+        )
+        array = staged.numpy()
+        keys = np.where(found.live, found.slots * self.adapters + found.repeats, -1)
+        starts, of_tiles = cut_tiles(keys, self.tile_tokens, self.entries)
+        starts_at, tokens_at, slots_at, factors_at, _ = self._places()
+        count, active = len(of_tiles), len(found.tokens)
+        array[0] = count
+        array[starts_at : starts_at + count + 1] = starts
+        array[tokens_at : tokens_at + active] = found.tokens
+        firsts = np.cumsum([0, *map(len, of_tiles)])
+        tiles = np.arange(count).repeat(np.diff(firsts))
+        entries = np.array([key for tile in of_tiles for key in tile], np.int64)
+        nth = np.arange(len(entries)) - firsts[tiles]
+        slots = array[slots_at : slots_at + self.room * self.entries].reshape(-1, self.entries)
+        slots.fill(-1)
+        slots[tiles, nth] = entries // self.adapters
+        factors = array[factors_at : factors_at + self.capacity * self.entries].view(np.float32)
+        factors = factors.reshape(-1, self.entries)
+        factors.fill(np.nan)
+        position, column = np.nonzero(found.live)
+        tile = np.arange(count).repeat(np.diff(starts))[position]
+        wide = self.num_slots * self.adapters  # keys are below
+        place = np.searchsorted(tiles * wide + entries, tile * wide + keys[position, column])
+        scales = 1.0 if found.scales is None else found.scales[position, column]
+        factors[position, place - firsts[tile]] = scales
+        self.num_tokens, self.num_tiles = batch.num_tokens, count
+        if may_cut:
+            self.tiles_hint = bucket(max(count, 1))
+        self.packed.copy_(staged, non_blocking=True)
+
+
+def cut_tiles(keys: Ints, tile_tokens: int, entries: int) -> tuple[list[int], list[list[int]]]:
+    """Return where tiles start, and the end of the last, and the keys of each, ascending.
+
+    Args:
+        keys: [positions, n] the adapters of each position, equal rows together; -1: none.
+        tile_tokens: positions of a tile at most.
+        entries: keys of a tile at most, n or more.
+
+    >>> cut_tiles(np.array([[0, 1], [0, 2], [0, 2], [2, -1]]), 16, 2)
+    ([0, 1, 4], [[0, 1], [0, 2]])
+    """
+    starts, tiles, current = [0], list[list[int]](), set[int]()
+    changes = np.flatnonzero((keys[1:] != keys[:-1]).any(1)) + 1
+    bounds = [0, *changes.tolist(), len(keys)] if len(keys) else []
+    for first, end in zip(bounds, bounds[1:], strict=False):
+        own, at = {key for key in keys[first].tolist() if key >= 0}, first
+        if len(current | own) > entries:
+            starts.append(at)
+            tiles.append(sorted(current))
+            current = set()
+        current |= own
+        while end - starts[-1] > tile_tokens:
+            starts.append(starts[-1] + tile_tokens)
+            tiles.append(sorted(current))
+            current = set(own)
+    if len(keys):
+        starts.append(len(keys))
+        tiles.append(sorted(current))
+    return starts, tiles
+
+
+def places(capacity: int, room: int, entries: int) -> tuple[int, int, int, int, int]:
+    """Return where `starts`, `tokens`, `slots` and `factors` begin in the buffer, and its end."""
+    starts = aligned(1)
+    tokens = starts + aligned(room + 1)
+    slots = tokens + aligned(capacity)
+    factors = slots + aligned(room * entries)
+    return starts, tokens, slots, factors, factors + aligned(capacity * entries)
+
+
+def new_blend(batch: LoRABatch, capacity: int | None, device: torch.device) -> Blend:
+    """Return tables with room for `capacity` tokens, to be filled.
+
+    Two tiles that follow each other have more keys than one takes, or more tokens.
+    """
+    has_room, capacity = capacity is not None, capacity or batch.num_tokens
+    adapters = batch.adapters_per_token
+    entries = power_of_two(2 * adapters)
+    in_two = entries // adapters + 1  # tokens of two tiles at least: less than a tile may have
+    room = max(1, 2 * -(-capacity // in_two))
+    size = places(capacity, room, entries)[-1]
+    packed = torch.empty(size, dtype=torch.int32, device=device)
+    return Blend(batch.num_slots, capacity, adapters, has_room, packed, entries, room)
+
+
+def fill_blend(blend: Blend, batch: LoRABatch, tile_tokens: Any) -> Blend:
+    """Fill the tables; `tile_tokens` maps tokens and sets of adapters to the tokens of a tile."""
+    found = sorted_tokens(batch)
+    sets = 1 + int((found.slots[1:] != found.slots[:-1]).any(1).sum())
+    blend.fill(batch, found, tile_tokens(batch.num_tokens, sets))
+    return blend
