@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -208,6 +209,8 @@ def checked_checkpoint(
         replacements, tensors = take_replacements(weights, tensors, config)
     _refuse_features(weights, tensors)
     groups = _group(weights, tensors, may_be_empty=bool(replacements))
+    if options.unused is not None:
+        groups, replacements = _without_unused(weights, groups, replacements, options.unused)
     parts_of, taken = take_experts(groups, options.modules, options.experts)
     # target_parameters names the weight of a module, which has a rule of its own.
     of_parameters = parts_of if config.target_parameters else ()
@@ -352,6 +355,42 @@ def _group(
         allowed = "at least one module with LoRA"
         raise InvalidInputError(problem(path, "there are no LoRA tensors", given, allowed))
     return parts_of
+
+
+def _without_unused(
+    path: Path,
+    groups: dict[str, dict[str, Tensor]],
+    own: OwnModules,
+    unused: Callable[[str], str | None],
+) -> tuple[dict[str, dict[str, Tensor]], OwnModules]:
+    """Leave out the modules that the base model lacks and has no use for, with a warning.
+
+    Raises:
+        InvalidInputError: nothing is left.
+    """
+    owners = {name.rpartition(".")[0] for name in own.parameters}
+    reasons = {name: reason for name in {*groups, *owners} if (reason := unused(name))}
+    if not reasons:
+        return groups, own
+    told = [f"{name!r}: {reason}" for name, reason in sorted(reasons.items())]
+    left = {name: parts for name, parts in groups.items() if name not in reasons}
+    kept = {
+        name: parameter
+        for name, parameter in own.parameters.items()
+        if name.rpartition(".")[0] not in reasons
+    }
+    own = replace(own, parameters=kept)
+    if not left and not own:
+        what = "the base model has no use for any module of the adapter"
+        to_do = "load it on the model it was trained on"
+        raise InvalidInputError(problem(path, what, told, "modules that it runs", to_do))
+    warnings.warn(
+        f"{path} has {len(told)} modules that the base model lacks and has no use for; they are "
+        f"left out: {'; '.join(told[:3])}{'; ...' * (len(told) > 3)}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return left, own
 
 
 def _split(key: str) -> tuple[str, str | None]:
