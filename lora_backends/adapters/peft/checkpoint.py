@@ -19,6 +19,7 @@ from lora_backends.adapters.experts.tensors import read_experts
 from lora_backends.adapters.files.folders import unchanged
 from lora_backends.adapters.files.formats import (
     CONFIG_FILE,
+    GATHER,
     LONGEST_NAME,
     PICKLE_FILE,
     SAFETENSORS_FILE,
@@ -421,10 +422,12 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     wide = _width(lora_a, 1) if spec is None else spec.in_features
     high = _width(lora_b, 0) if spec is None else spec.out_features
     shapes: dict[str, tuple[int, ...]] = {name_a: (rank, wide), name_b: (high, rank)}
+    # Of a shard of FSDP2, the other matrix still has as many columns as there were rows.
+    is_shard = lora_a.ndim == lora_b.ndim == 2 and lora_a.shape[0] < lora_b.shape[1] == rank
     shapes[_BIAS] = shapes[_MAGNITUDE] = (high,)
     shapes[_BASE_WEIGHT] = (high, wide) if kind == "linear" else (wide, high)
     for part, tensor in parts.items():
-        _check_tensor(source, f"{_PREFIX}{module}.{part}", tensor, shapes[part], rank)
+        _check_tensor(source, f"{_PREFIX}{module}.{part}", tensor, shapes[part], rank, is_shard)
     scaling = rule.scaling
     # PEFT scales the bias with B: scaling * (B A x + b).
     bias = parts[_BIAS].float() * scaling if _BIAS in parts else None
@@ -565,7 +568,7 @@ def _width(tensor: Tensor, axis: int) -> int:
 
 
 def _check_tensor(
-    source: _Source, key: str, tensor: Tensor, shape: tuple[int, ...], rank: int
+    source: _Source, key: str, tensor: Tensor, shape: tuple[int, ...], rank: int, is_shard: bool
 ) -> None:
     check_dtype(source.error, key, tensor)
     if tuple(tensor.shape) != shape or 0 in shape:
@@ -575,8 +578,12 @@ def _check_tensor(
             spec = source.specs[source.base_path(_split(key)[0])]
             allowed += f", in_features {spec.in_features} and out_features {spec.out_features}"
             allowed += " by the base model"
+        what = "a tensor has the wrong shape"
         to_do = "load it on the model it was trained on, with the configuration saved beside it"
-        raise source.error("a tensor has the wrong shape", typed(key, tensor), allowed, to_do)
+        if is_shard or 0 in tensor.shape or (tensor.ndim == 1 and len(shape) == 2):
+            what = "a tensor is the part that one process of DeepSpeed ZeRO-3 or FSDP has of it"
+            to_do = GATHER
+        raise source.error(what, typed(key, tensor), allowed, to_do)
     # Base weights are compared with the model's, which may hold any value.
     if not key.endswith(_BASE_WEIGHT):
         check_finite(source.error, key, tensor)

@@ -19,7 +19,10 @@ _RENAMED = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.lm_head$", "lm_head"),
     (r"^model\.(?=(layers|embed_tokens|norm)\b)", "model.language_model."),
-    (r"^(model\.)?(language_model|text_model|llm)\.(model\.)?(?=(layers|embed_tokens)\b)", "model."),
+    (
+        r"^(model\.)?(language_model|text_model|llm)\.(model\.)?(?=(layers|embed_tokens)\b)",
+        "model.",
+    ),
     (r"^(model\.)?(language_model|text_model|llm|thinker)\.lm_head$", "lm_head"),
     (r"^thinker\.(?=model\.)", ""),
     (r"^(model\.)?unembed_tokens$", "lm_head"),  # Tinker

@@ -113,7 +113,9 @@ def test_a_language_model_alone_takes_the_names_it_has_in_one_of_images(
 def test_parts_for_images_are_left_out_of_a_language_model_alone(llava, llama, tmp_path):
     options = {"target_modules": ["q_proj", "linear_1"], "modules_to_save": ["linear_2"]}
     folder, truth = save(llava, tmp_path / "a", **options)
-    with pytest.warns(RuntimeWarning, match=r"multi_modal_projector.linear_1': .* takes text alone"):
+    with pytest.warns(
+        RuntimeWarning, match=r"multi_modal_projector.linear_1': .* takes text alone"
+    ):
         assert_rows(llama, folder, truth)
     edit(folder, lambda tensors: {k: t for k, t in tensors.items() if "language_model" not in k})
     with pytest.raises(InvalidInputError, match="has no use for any module of the adapter"):
@@ -182,7 +184,9 @@ def test_layers_that_share_keys_and_values_need_no_lora_of_their_own(tmp_path):
     for part in ("k_proj", "v_proj"):
         path = f"model.layers.3.self_attn.{part}"
         edit(folder, lambda tensors, path=path: tensors | of(path, 32, 16))
-    with pytest.warns(RuntimeWarning, match=r"layers.3.self_attn.k_proj': the layer takes the keys"):
+    with pytest.warns(
+        RuntimeWarning, match=r"layers.3.self_attn.k_proj': the layer takes the keys"
+    ):
         assert_rows(base, folder, truth)
     # Another module that the layer lacks is no module that does not matter.
     edit(folder, lambda tensors: tensors | of("model.layers.3.self_attn.r_proj", 32, 16))

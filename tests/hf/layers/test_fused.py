@@ -57,8 +57,7 @@ def llama(phi3):
             parts = [model.get_submodule(f"{path}.{name}") for name in names]
             weights = state.pop(f"{path}.{fused}.weight").split([p.out_features for p in parts])
             state |= {
-                f"{path}.{name}.weight": weight
-                for name, weight in zip(names, weights, strict=True)
+                f"{path}.{name}.weight": weight for name, weight in zip(names, weights, strict=True)
             }
     model.load_state_dict(state)
     model.eval()
