@@ -67,8 +67,8 @@ _GLOBALS: dict[str, Any] = {
 
 _OTHER_TENSORS = {
     "torch._utils _rebuild_tensor_v3": "tensors of 8 bits (fp8), or of another rare dtype",
-    "torch._tensor _rebuild_from_type_v2": "shards (DTensor) that FSDP2 or another parallel run left "
-    "on one process, or another subclass of tensors",
+    "torch._tensor _rebuild_from_type_v2": "shards (DTensor) that FSDP2 left on one process, or "
+    "another subclass of tensors",
 }
 """Functions that a pickle names for tensors that are not read."""
 

@@ -33,10 +33,7 @@ def check_dtype(refusal: Refusal, key: str, tensor: Tensor) -> None:
         what, to_do = "a tensor is not of a floating dtype", "save the adapter again"
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
             what = "a tensor has 8 bits (fp8), and the file does not hold its scale"
-            to_do = (
-                "save the adapter in bfloat16; adapter_dtype='float8_e4m3fn' then quantises it with "
-                "a scale per row"
-            )
+            to_do = "save the adapter in bfloat16; adapter_dtype quantises it when it is loaded"
         raise refusal(what, typed(key, tensor), f"dense, {names}", to_do)
 
 

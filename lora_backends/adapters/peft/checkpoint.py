@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +51,7 @@ from lora_backends.adapters.peft.old_names import renamed, without_adapter_name
 from lora_backends.adapters.peft.pissa import INITS_FROM_BASE
 from lora_backends.adapters.peft.promises import check_tokens, check_untrained, promises_of
 from lora_backends.adapters.peft.replacements import take_replacements
+from lora_backends.adapters.peft.unused import without_unused
 from lora_backends.adapters.read_options import ReadOptions
 from lora_backends.adapters.specs import (
     Checkpoint,
@@ -121,6 +122,21 @@ class _Source:
         if modules is None:
             return None
         return {**modules, **{path: name.spec for path, name in self.others.items()}}
+
+    @property
+    def rank_needed(self) -> int:
+        """The `max_rank` that has room for every module of the file."""
+        ranks: Counter[str] = Counter()
+        for name in self.names:
+            path = self.base_path(name)
+            other = self.others.get(path)
+            # Ranks of the parts of one module add up.
+            if other is not None and other.is_part:
+                path = other.places[0][0]
+            ranks[path] += self.rule(name).rank
+        # PiSSA's and OLoRA's start is subtracted by as much rank again.
+        factor = 2 if self.config.init_lora_weights in INITS_FROM_BASE else 1
+        return factor * max(ranks.values())
 
     def rule(self, module: str) -> ModuleRule:
         """Return the rule of a module, or of its weight alone."""
@@ -211,7 +227,7 @@ def checked_checkpoint(
     _refuse_features(weights, tensors)
     groups = _group(weights, tensors, may_be_empty=bool(replacements))
     if options.unused is not None:
-        groups, replacements = _without_unused(weights, groups, replacements, options.unused)
+        groups, replacements = without_unused(weights, groups, replacements, options.unused)
     parts_of, taken = take_experts(groups, options.modules, options.experts)
     # target_parameters names the weight of a module, which has a rule of its own.
     of_parameters = parts_of if config.target_parameters else ()
@@ -238,7 +254,7 @@ def checked_checkpoint(
     }
     used = {path for path in deltas if path in others}
     if used and options.modules is not None:
-        deltas = as_base(deltas, others, options.modules, options.max_rank)
+        deltas = as_base(deltas, others, options.modules, options.max_rank, source.rank_needed)
     of_experts = ExpertSource(weights, config, rules, options)
     checkpoint = Checkpoint(
         path,
@@ -356,42 +372,6 @@ def _group(
         allowed = "at least one module with LoRA"
         raise InvalidInputError(problem(path, "there are no LoRA tensors", given, allowed))
     return parts_of
-
-
-def _without_unused(
-    path: Path,
-    groups: dict[str, dict[str, Tensor]],
-    own: OwnModules,
-    unused: Callable[[str], str | None],
-) -> tuple[dict[str, dict[str, Tensor]], OwnModules]:
-    """Leave out the modules that the base model lacks and has no use for, with a warning.
-
-    Raises:
-        InvalidInputError: nothing is left.
-    """
-    owners = {name.rpartition(".")[0] for name in own.parameters}
-    reasons = {name: reason for name in {*groups, *owners} if (reason := unused(name))}
-    if not reasons:
-        return groups, own
-    told = [f"{name!r}: {reason}" for name, reason in sorted(reasons.items())]
-    left = {name: parts for name, parts in groups.items() if name not in reasons}
-    kept = {
-        name: parameter
-        for name, parameter in own.parameters.items()
-        if name.rpartition(".")[0] not in reasons
-    }
-    own = replace(own, parameters=kept)
-    if not left and not own:
-        what = "the base model has no use for any module of the adapter"
-        to_do = "load it on the model it was trained on"
-        raise InvalidInputError(problem(path, what, told, "modules that it runs", to_do))
-    warnings.warn(
-        f"{path} has {len(told)} modules that the base model lacks and has no use for; they are "
-        f"left out: {'; '.join(told[:3])}{'; ...' * (len(told) > 3)}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return left, own
 
 
 def _split(key: str) -> tuple[str, str | None]:
@@ -560,7 +540,8 @@ def _check_room(source: _Source, module: str, rank: int) -> None:
     if source.options.max_rank is not None and rank > source.options.max_rank:
         what = f"the rank of module {module!r} is too large"
         given, allowed = f"rank {rank}", f"at most {source.options.max_rank} (max_rank)"
-        raise source.error(what, given, allowed, f"set max_rank to {rank} or more")
+        to_do = f"set max_rank to {source.rank_needed} or more"  # enough for all modules
+        raise source.error(what, given, allowed, to_do)
 
 
 def _width(tensor: Tensor, axis: int) -> int:

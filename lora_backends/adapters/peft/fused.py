@@ -89,6 +89,7 @@ def as_base(
     names: Mapping[str, OtherName],
     modules: Mapping[str, ModuleSpec],
     max_rank: int | None,
+    needed: int,
 ) -> dict[str, ModuleDelta]:
     """Return deltas for the modules that the base model has.
 
@@ -97,6 +98,7 @@ def as_base(
         names: of `other_names`.
         modules: of the base model.
         max_rank: the largest rank of a delta; None sets no limit.
+        needed: the `max_rank` that has room for all of them.
 
     Raises:
         InvalidInputError: two deltas are for the same columns; or parts need more rank together.
@@ -122,7 +124,7 @@ def as_base(
             result[divided.module] = divided
     for path, parts in parts_of.items():
         _check_free(result, path, parts[0][0].module)
-        result[path] = _joined(path, modules[path], parts, max_rank)
+        result[path] = _joined(path, modules[path], parts, max_rank, needed)
     return {path: result[path] for path in sorted(result)}
 
 
@@ -133,22 +135,25 @@ def _listed(name: OtherName) -> str:
 def _check_free(result: Mapping[str, ModuleDelta], path: str, other: str) -> None:
     if path in result:
         raise InvalidInputError(
-            f"the checkpoint has LoRA for {path!r} and for {other!r}, which the base model computes "
-            f"as one\n  allowed: one of them\n  to do: save the adapter again"
+            f"the checkpoint has LoRA for {path!r} and for {other!r}, which the base model computes"
+            f" as one\n  allowed: one of them\n  to do: save the adapter again"
         )
 
 
 def _divided(delta: ModuleDelta, name: OtherName) -> Iterator[ModuleDelta]:
     for path, columns in name.places:
-        optional = {
-            key: None if value is None else value[columns]
-            for key, value in (("bias", delta.bias), ("magnitude", delta.magnitude))
-        }
-        yield replace(delta, module=path, lora_b=delta.lora_b[columns], **optional)
+        bias = None if delta.bias is None else delta.bias[columns]
+        magnitude = None if delta.magnitude is None else delta.magnitude[columns]
+        lora_b = delta.lora_b[columns]
+        yield replace(delta, module=path, lora_b=lora_b, bias=bias, magnitude=magnitude)
 
 
 def _joined(
-    path: str, spec: ModuleSpec, parts: list[tuple[ModuleDelta, Tensor]], max_rank: int | None
+    path: str,
+    spec: ModuleSpec,
+    parts: list[tuple[ModuleDelta, Tensor]],
+    max_rank: int | None,
+    needed: int,
 ) -> ModuleDelta:
     deltas = [delta for delta, _ in parts]
     rank = sum(delta.rank for delta in deltas)
@@ -157,7 +162,7 @@ def _joined(
         raise InvalidInputError(
             f"the base model computes {names} as {path!r}, where their ranks add up\n"
             f"  given: ranks {[delta.rank for delta in deltas]}\n  allowed: at most {max_rank} "
-            f"together (max_rank)\n  to do: set max_rank to {rank} or more"
+            f"together (max_rank)\n  to do: set max_rank to {needed} or more"
         )
     with_magnitude = [delta for delta in deltas if delta.magnitude is not None]
     if with_magnitude and sum(map(len, (columns for _, columns in parts))) < spec.out_features:

@@ -1,5 +1,7 @@
-"""Names that a base model has no longer, or under other wrappers: Transformers 4's, a language
-model's inside one of images, Tinker's, and those of PEFT's models in memory.
+"""Names that a base model does not have, of modules that it has.
+
+Those of Transformers 4, of a language model inside one of images, of Tinker, and of PEFT's models
+in memory.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def save(base, folder, **config):
     """Save a random adapter with PEFT; every A, B, bias and magnitude is drawn."""
     model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**config))
     generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(folder)
@@ -126,6 +126,18 @@ def test_the_ranks_of_parts_add_up(phi3, llama, tmp_path):
     with pytest.raises(InvalidInputError, match="set max_rank to 12 or more"):
         model.load_adapter("a", folder)
     assert_rows_of_peft(phi3, llama, folder, max_rank=12)
+
+
+def test_a_rank_that_is_offered_is_enough_for_all_modules(phi3, llama, tmp_path):
+    pattern = {"o_proj": 5, "q_proj": 6, "gate_proj": 9}
+    folder = save(llama, tmp_path / "a", r=3, target_modules=SPLIT, rank_pattern=pattern)
+    model = MultiLoRAModel(copy.deepcopy(phi3), "torch_ref", max_rank=4)
+    with pytest.raises(InvalidInputError, match="set max_rank to 12 or more"):
+        model.load_adapter("a", folder)
+    assert_rows_of_peft(phi3, llama, folder, max_rank=12)
+    model = MultiLoRAModel(copy.deepcopy(llama), "torch_ref", max_rank=4)
+    with pytest.raises(InvalidInputError, match="set max_rank to 9 or more"):
+        model.load_adapter("a", folder)
 
 
 def test_dora_of_some_parts_is_refused(phi3, llama, tmp_path):
