@@ -414,7 +414,7 @@ class AdapterStore:
             return None
 
     def _look_for_folders(self) -> None:
-        """Take up new folders of adapters; drop those that are gone, and nothing else is left of."""
+        """Take up new folders of adapters, and drop lost ones of adapters that are nowhere else."""
         found = {} if self.folder is None else adapter_folders(self.folder)
         with self._lock:
             known = self._known()

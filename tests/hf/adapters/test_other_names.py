@@ -5,6 +5,7 @@ import json
 import warnings
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -12,8 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from lora_backends import InvalidInputError
 from lora_backends.hf import MultiLoRAModel
-
-peft = pytest.importorskip("peft")
 
 IDS = torch.arange(2 * 6).reshape(2, 6) + 3
 SIZES = {

@@ -5,6 +5,7 @@ import json
 import warnings
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -14,8 +15,6 @@ from torch import nn
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
 from lora_backends.hf.layout.fused import KNOWN
-
-peft = pytest.importorskip("peft")
 
 IDS = torch.arange(2 * 7).reshape(2, 7) + 3
 SIZES = {
