@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lora_backends.adapters.files.limits import LoadLimits
@@ -11,7 +11,10 @@ from lora_backends.adapters.specs import ExpertSpec, ModuleSpec
 
 @dataclass(frozen=True, eq=False)
 class ReadOptions:
-    """The arguments of `read_checkpoint` other than the folder, by the same names."""
+    """The arguments of `read_checkpoint` other than the folder, by the same names.
+
+    `unused` says of a path why the base model has no use for a module there, or None.
+    """
 
     modules: Mapping[str, ModuleSpec] | None
     max_rank: int | None
@@ -19,6 +22,7 @@ class ReadOptions:
     experts: Mapping[str, ExpertSpec] | None
     max_expert_rank: int | None
     own_modules: bool
+    unused: Callable[[str], str | None] | None = None
 
     @property
     def room_of_experts(self) -> int | None:

@@ -7,9 +7,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Kind = Literal["linear", "embedding"]
+
+
+@dataclass(frozen=True)
+class FusedPart:
+    """One projection inside a fused linear layer: `count` pieces of its output columns.
+
+    Piece i has the columns [start + i * stride, start + i * stride + size).
+    """
+
+    name: str  # as a layer that is not fused calls it, e.g. "q_proj"
+    start: int
+    size: int
+    stride: int = 0
+    count: int = 1
+
+    @property
+    def width(self) -> int:
+        """Number of its columns."""
+        return self.size * self.count
+
+    @property
+    def columns(self) -> Tensor:
+        """[width] int64: the fused layer's column of each of its own."""
+        pieces = torch.arange(self.count)[:, None] * self.stride
+        return (self.start + pieces + torch.arange(self.size)).flatten()
 
 
 @dataclass(frozen=True)
@@ -21,6 +47,7 @@ class ModuleSpec:
     out_features: int  # embedding: its dimension
     embed_scale: float = 1.0  # a scaled embedding (Gemma) multiplies its output by this
     transposed: bool = False  # the weight is stored [in_features, out_features] (Conv1D)
+    parts: tuple[FusedPart, ...] = ()  # the projections that it computes at once; (): not known
 
 
 @dataclass(frozen=True)

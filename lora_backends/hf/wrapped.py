@@ -24,6 +24,7 @@ from lora_backends.hf.layout.sharded import is_sharded
 from lora_backends.hf.layout.sites import base_layer, check_start, find_sites
 from lora_backends.hf.layout.structure import Structure
 from lora_backends.hf.layout.trial import tried_input
+from lora_backends.hf.layout.unused import unused_by
 from lora_backends.hf.replacements.modules import Replacements
 from lora_backends.hf.training.registry import Training
 
@@ -100,6 +101,7 @@ class WrappedModel:
             own_modules=Replacements(
                 self.key, self.base, self.layouts, hooked.handles, hooked.fuse
             ),
+            unused=unused_by(self.base),
         )
         # Last: whatever is refused above leaves the base model as it was.
         begin = begin_hook(

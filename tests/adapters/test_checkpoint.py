@@ -516,7 +516,9 @@ def test_rank_of_b_unlike_the_configuration_is_an_error(write_adapter, lora):
 @pytest.mark.parametrize("shape", [(4,), (), (0,), (4, 0)])
 def test_shard_that_was_not_gathered_is_an_error(shape, write_adapter, lora):
     folder = write_adapter({**lora(), f"{KEY}.lora_A.weight": torch.ones(shape)})
-    assert f"{list(shape)} float32" in rejected(InvalidInputError, folder)
+    message = rejected(InvalidInputError, folder)
+    assert f"{list(shape)} float32" in message
+    assert ("the part that one process of DeepSpeed ZeRO-3" in message) == (shape != ())
 
 
 def test_bias_of_another_width_is_an_error(write_adapter, lora):
@@ -785,98 +787,3 @@ def test_names_of_transformers_4_find_their_modules(old, new, write_adapter, lor
     assert [*read_checkpoint(folder, specs).modules] == [new]
     specs[old] = specs[new]
     assert [*read_checkpoint(folder, specs).modules] == [old]
-
-
-@pytest.mark.parametrize(
-    ("key", "written"),
-    [
-        ("lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight", "kohya"),
-        ("lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha", "kohya"),
-        ("unet.down_blocks.0.attentions.0.proj_in.lora_A.weight", "diffusers"),
-        ("transformer.blocks.0.attn.to_q.lora.down.weight", "diffusers"),
-        ("model.layers.0.self_attn.q_proj.lora_a", "MLX"),
-        (f"{Q_PROJ}.lora_A.weight", "PEFT without the prefix base_model.model."),
-        (
-            f"_orig_mod.{KEY}.lora_A.weight",
-            "a PeftModel that torch.compile or a parallel wrapper held when it was saved",
-        ),
-    ],
-)
-def test_another_format_is_named(key, written, write_adapter):
-    message = rejected(InvalidInputError, write_adapter({key: torch.ones(4, 8)}))
-    assert f"they are named in the format of {written}\n" in message
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("pytorch_lora_weights.safetensors", "in the format of diffusers"),
-        ("add_detail.safetensors", "other safetensors, e.g. of kohya"),
-        ("config.json", "the config.json of a whole model"),
-    ],
-)
-def test_a_folder_of_another_format_is_named(name, told, tmp_path):
-    (tmp_path / name).touch()
-    assert told in rejected(InvalidInputError, tmp_path)
-
-
-def test_the_id_of_a_hub_is_told_from_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "hf download someone/an-adapter" in rejected(InvalidInputError, "someone/an-adapter")
-    assert "hf download" not in rejected(InvalidInputError, tmp_path / "someone" / "an-adapter")
-
-
-def test_a_file_of_a_checkpoint_names_its_folder(write_adapter):
-    folder = write_adapter()
-    message = rejected(InvalidInputError, folder / SAFETENSORS_FILE)
-    assert f"to do: pass its folder, {folder}" in message
-
-
-@pytest.mark.parametrize("folder", [None, 3, "~nosuchuser/x", "nul\0byte", "x" * 300])
-def test_what_is_no_path_is_refused(folder):
-    with pytest.raises(InvalidInputError, match="is no path|of a user that|cannot read"):
-        read_checkpoint(folder)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "non_lora_trainables.bin",
-        "non_lora_state_dict.bin",
-        "mm_projector.bin",
-        "trainable_params.bin",
-        "vit.safetensors",
-        "embed_tokens.pt",
-        "lm_head.safetensors",
-    ],
-)
-def test_trained_weights_beside_the_adapter_are_refused(name, write_adapter):
-    folder = write_adapter()
-    torch.save({}, folder / name)
-    assert f"given: {name}" in rejected(UnsupportedInputError, folder)
-
-
-def test_files_of_a_training_run_beside_the_adapter_are_no_weights(write_adapter):
-    folder = write_adapter()
-    names = "optimizer.pt scheduler.pt rng_state.pth training_args.bin scaler.pt model.safetensors"
-    others = "value_head.bin v_head.safetensors tokenizer.json projector.json README.md"
-    for name in [*names.split(), *others.split(), "pytorch_model.bin"]:
-        torch.save({}, folder / name)
-    assert [*read_checkpoint(folder).modules] == [Q_PROJ]
-
-
-@pytest.mark.parametrize("name", [SAFETENSORS_FILE, PICKLE_FILE])
-def test_a_pointer_of_git_lfs_is_named(write_adapter, name):
-    folder = write_adapter()
-    (folder / SAFETENSORS_FILE).unlink()
-    (folder / name).write_text("version https://git-lfs.example/spec/v1\nsize 13640432\n")
-    with pytest.raises(InvalidInputError, match="Git LFS pointer"):
-        read_checkpoint(folder, SPECS)
-
-
-def test_an_adapter_of_mlx_is_named(write_adapter):
-    folder = write_adapter()
-    values = {"fine_tune_type": "lora", "num_layers": 8, "lora_parameters": {"rank": 8}}
-    (folder / "adapter_config.json").write_text(json.dumps(values))
-    with pytest.raises(UnsupportedInputError, match="MLX"):
-        read_checkpoint(folder, SPECS)

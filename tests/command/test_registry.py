@@ -338,6 +338,8 @@ def test_a_plugin_changes_no_setting_of_torch(install, place):
         f"torch.set_num_threads({torch.get_num_threads() + 1})",
         "torch.set_grad_enabled(False)",
         "torch.use_deterministic_algorithms(True)",
+        "torch.autograd.set_detect_anomaly(True)",
+        "torch.manual_seed(3)",
     ]
     change = "; ".join(changes)
     code = {
@@ -354,6 +356,8 @@ def test_a_plugin_changes_no_setting_of_torch(install, place):
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_default_device(),
+            torch.is_anomaly_enabled(),
+            torch.get_rng_state().tolist(),
         )
 
     before = settings()
@@ -366,6 +370,7 @@ def test_a_plugin_changes_no_setting_of_torch(install, place):
         torch.set_grad_enabled(before[2])
         torch.use_deterministic_algorithms(before[3])
         torch.set_default_device(None if before[4].type == "cpu" else before[4])
+        torch.autograd.set_detect_anomaly(before[5])
 
 
 def run_json(tmp_path, *arguments):

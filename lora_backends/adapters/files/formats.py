@@ -30,8 +30,34 @@ _TRAINED_BESIDE = re.compile(
     r".*modules_to_save.*)\.(bin|safetensors|pt|pth)"
 )
 
+GATHER = "gather the parameters on one process, and save the adapter again with save_pretrained"
+_CONVERT = "convert the adapter to PEFT's format"
+
+# Names in a folder without an adapter of PEFT; the first hit wins.
+_FOREIGN = (
+    (r"adapters\.(safetensors|npz)", "weights of MLX", _CONVERT),
+    (
+        r".*\.distcp|\.metadata|pytorch_model_fsdp(_\d+)?(\.bin)?",
+        "shards of a distributed checkpoint (FSDP)",
+        f"{GATHER}, e.g. after fsdp_plugin.set_state_dict_type('FULL_STATE_DICT')",
+    ),
+    (
+        r"global_step\d+|zero_to_fp32\.py|.*(zero_pp|mp)_rank_\d+.*",
+        "partitions of DeepSpeed ZeRO",
+        f"{GATHER}, e.g. with stage3_gather_16bit_weights_on_model_save in DeepSpeed's settings",
+    ),
+    (r"adapter_model.*rank_?\d+.*", "parts of several processes", GATHER),
+    (r".*\.gguf", "weights of llama.cpp (GGUF)", _CONVERT),
+    (r"adapter_\d+\.pt", "weights of torchtune", _CONVERT),
+    (r"pytorch_lora_weights\..*", "weights of diffusers (pytorch_lora_weights)", _CONVERT),
+)
+
 # Searched in a tensor's name; the first hit wins.
 _FORMATS = (
+    (
+        r"\.(weight_scale(_inv|_2)?|input_scale|scales?|scale_inv|zero_point|absmax|quant_state\b.*)$",
+        "a quantised checkpoint, with scales beside values of 8 bits (fp8) or fewer",
+    ),
     (
         r"^(_orig_mod|_fsdp_wrapped_module|module)\.base_model\.model\.",
         "a PeftModel that torch.compile or a parallel wrapper held when it was saved",
@@ -114,14 +140,12 @@ def no_config(folder: Path) -> InvalidInputError:
     if below:
         given += f", but with adapters below it: {', '.join(below[:5])}{', ...' * (len(below) > 5)}"
         to_do = f"pass one of them, e.g. {folder / below[-1]}"
-    elif any(name.startswith("pytorch_lora_weights.") for name in names):
-        given += ", in the format of diffusers (pytorch_lora_weights)"
-        to_do = "convert the adapter to PEFT's format"
+    elif foreign := _foreign(names):
+        given, to_do = f"{given}, but with {foreign[0]}", foreign[1]
     elif "config.json" in names:
         given += ", but with the config.json of a whole model"
     elif any(name.endswith(".safetensors") for name in names - {SAFETENSORS_FILE}):
-        given += ", but with other safetensors, e.g. of kohya"
-        to_do = "convert the adapter to PEFT's format"
+        given, to_do = f"{given}, but with other safetensors, e.g. of kohya", _CONVERT
     what = f"there is no {CONFIG_FILE}"
     return InvalidInputError(problem(folder, what, given, f"one with {CONFIG_FILE}", to_do))
 
@@ -138,8 +162,20 @@ def no_weights(folder: Path) -> InvalidInputError:
     if shards:  # safetensors that are numbered are read, and not these
         given = f"shards: {', '.join(shards[:4])}{', ...' * (len(shards) > 4)}"
         to_do = "copy the shards too, as safetensors, or save the adapter as one file"
+    elif foreign := _foreign(names):
+        given, to_do = f"{CONFIG_FILE}, and {foreign[0]}", foreign[1]
     allowed = f"{SAFETENSORS_FILE} or {PICKLE_FILE} beside {CONFIG_FILE}"
     return InvalidInputError(problem(folder, "there are no weights", given, allowed, to_do))
+
+
+def _foreign(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return the kind of weights that a folder holds in the place of PEFT's, and the remedy."""
+    names = sorted(names)
+    for pattern, kind, to_do in _FOREIGN:
+        found = [name for name in names if re.fullmatch(pattern, name)]
+        if found:
+            return f"{kind}: {', '.join(found[:3])}{', ...' * (len(found) > 3)}", to_do
+    return None
 
 
 def names_in(folder: Path) -> list[str]:

@@ -50,20 +50,24 @@ class LoadLimits:
 
     def file_too_large(self, path: Path, size: int) -> InvalidInputError:
         """Return the error for a file of weights beyond the limit."""
-        return self.exceeded("file_bytes", path, f"a file of {size} bytes", size)
+        also = {"unpacked_bytes": size} if self.unpacked_bytes < size else {}
+        return self.exceeded("file_bytes", path, f"a file of {size} bytes", size, **also)
 
     def config_too_large(self, path: Path, size: int) -> InvalidInputError:
         """Return the error for an adapter_config.json beyond the limit."""
         return self.exceeded("header_bytes", path, f"a file of {size} bytes", size)
 
     def exceeded(
-        self, name: str, path: Path, given: str | list[str], needed: float
+        self, name: str, path: Path, given: str | list[str], needed: float, **also: float
     ) -> InvalidInputError:
-        """Return the error that names a limit and how to raise it."""
+        """Return the error that names a limit and how to raise it, with others beside it."""
         what = f"the checkpoint is beyond the limit {name}"
+        raised = {name: needed, **also}
         to_do = (
-            f"if you trust the file, pass limits=LoadLimits({name}={needed}), or write {name} = "
-            f"{needed} under [limits] in the configuration"
+            f"if you trust the file, pass limits=LoadLimits("
+            f"{', '.join(f'{key}={value}' for key, value in raised.items())}), or write "
+            f"{', '.join(f'{key} = {value}' for key, value in raised.items())} under [limits] in "
+            f"the configuration"
         )
         return InvalidInputError(
             problem(path, what, given, f"{name} of at most {getattr(self, name)}", to_do)

@@ -65,6 +65,13 @@ _GLOBALS: dict[str, Any] = {
     "torch ShortStorage": torch.int16,
 }
 
+_OTHER_TENSORS = {
+    "torch._utils _rebuild_tensor_v3": "tensors of 8 bits (fp8), or of another rare dtype",
+    "torch._tensor _rebuild_from_type_v2": "shards (DTensor) that FSDP2 left on one process, or "
+    "another subclass of tensors",
+}
+"""Functions that a pickle names for tensors that are not read."""
+
 _MOST_AXES = 16
 
 # A tensor takes about 45 opcodes: more of them than this make nothing that is read.
@@ -206,6 +213,10 @@ def _global(name: str) -> Any:
     if name in _GLOBALS:
         return _GLOBALS[name]
     given = name[:100].replace(" ", ".")
+    if name in _OTHER_TENSORS:
+        raise RefusedPickleError(f"the file holds {_OTHER_TENSORS[name]}", given)
+    if name.startswith("torch.distributed"):
+        raise RefusedPickleError("the file holds shards of a distributed run", given)
     if name.startswith("torch"):
         raise RefusedPickleError("the file holds something else than dense tensors", given)
     raise RefusedPickleError("the file needs code to be unpickled, which is never run", given)

@@ -30,10 +30,11 @@ def check_dtype(refusal: Refusal, key: str, tensor: Tensor) -> None:
     # A meta tensor has no values, and a sparse one no strides.
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        to_do = "save the adapter again"
-        raise refusal(
-            "a tensor is not of a floating dtype", typed(key, tensor), f"dense, {names}", to_do
-        )
+        what, to_do = "a tensor is not of a floating dtype", "save the adapter again"
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+            what = "a tensor has 8 bits (fp8), and the file does not hold its scale"
+            to_do = "save the adapter in bfloat16; adapter_dtype quantises it when it is loaded"
+        raise refusal(what, typed(key, tensor), f"dense, {names}", to_do)
 
 
 def check_finite(refusal: Refusal, key: str, tensor: Tensor) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,6 +19,7 @@ from lora_backends.adapters.experts.tensors import read_experts
 from lora_backends.adapters.files.folders import unchanged
 from lora_backends.adapters.files.formats import (
     CONFIG_FILE,
+    GATHER,
     LONGEST_NAME,
     PICKLE_FILE,
     SAFETENSORS_FILE,
@@ -34,6 +37,7 @@ from lora_backends.adapters.files.safetensors_file import read_safetensors
 from lora_backends.adapters.files.shards import read_shards, shards_of
 from lora_backends.adapters.files.tensor_checks import check_dtype, check_finite, described, typed
 from lora_backends.adapters.peft.config import ALL_LINEAR, PeftLoraConfig, read_config
+from lora_backends.adapters.peft.fused import OtherName, as_base, order_unknown, other_names
 from lora_backends.adapters.peft.module_rules import (
     HEAD,
     ModuleRule,
@@ -47,6 +51,7 @@ from lora_backends.adapters.peft.old_names import renamed, without_adapter_name
 from lora_backends.adapters.peft.pissa import INITS_FROM_BASE
 from lora_backends.adapters.peft.promises import check_tokens, check_untrained, promises_of
 from lora_backends.adapters.peft.replacements import take_replacements
+from lora_backends.adapters.peft.unused import without_unused
 from lora_backends.adapters.read_options import ReadOptions
 from lora_backends.adapters.specs import (
     Checkpoint,
@@ -58,7 +63,13 @@ from lora_backends.adapters.specs import (
     Tying,
 )
 from lora_backends.common.files import as_path, kind_of
-from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean, shown
+from lora_backends.errors import (
+    InvalidInputError,
+    LoRABackendError,
+    UnsupportedInputError,
+    did_you_mean,
+    shown,
+)
 
 _PREFIX = "base_model.model."
 
@@ -102,6 +113,30 @@ class _Source:
     names: Collection[str]  # of the modules with LoRA
     rules: Mapping[str, ModuleRule]  # by module path, and by path of the weight
     options: ReadOptions
+    others: Mapping[str, OtherName]  # paths for parts of the base model's modules, or several
+
+    @cached_property
+    def specs(self) -> Mapping[str, ModuleSpec] | None:
+        """The modules that a file may name, by path; None if the base model is not known."""
+        modules = self.options.modules
+        if modules is None:
+            return None
+        return {**modules, **{path: name.spec for path, name in self.others.items()}}
+
+    @property
+    def rank_needed(self) -> int:
+        """The `max_rank` that has room for every module of the file."""
+        ranks: Counter[str] = Counter()
+        for name in self.names:
+            path = self.base_path(name)
+            other = self.others.get(path)
+            # Ranks of the parts of one module add up.
+            if other is not None and other.is_part:
+                path = other.places[0][0]
+            ranks[path] += self.rule(name).rank
+        # PiSSA's and OLoRA's start is subtracted by as much rank again.
+        factor = 2 if self.config.init_lora_weights in INITS_FROM_BASE else 1
+        return factor * max(ranks.values())
 
     def rule(self, module: str) -> ModuleRule:
         """Return the rule of a module, or of its weight alone."""
@@ -113,7 +148,7 @@ class _Source:
 
     def base_path(self, module: str) -> str:
         """Return the path that the base model has for a module of the file."""
-        return module if self.options.modules is None else renamed(module, self.options.modules)
+        return module if self.specs is None else renamed(module, self.specs)
 
     def error(
         self, what: str, given: str | list[str], allowed: str, to_do: str | None = None
@@ -191,6 +226,8 @@ def checked_checkpoint(
         replacements, tensors = take_replacements(weights, tensors, config)
     _refuse_features(weights, tensors)
     groups = _group(weights, tensors, may_be_empty=bool(replacements))
+    if options.unused is not None:
+        groups, replacements = without_unused(weights, groups, replacements, options.unused)
     parts_of, taken = take_experts(groups, options.modules, options.experts)
     # target_parameters names the weight of a module, which has a rule of its own.
     of_parameters = parts_of if config.target_parameters else ()
@@ -200,8 +237,9 @@ def checked_checkpoint(
     )
     if options.own_modules and config.ensure_weight_tying:
         replacements, rules = _tied(path, config, options.limits, replacements, rules)
-    source = _Source(weights, config, parts_of, rules, options)
-    deltas = {}
+    others = other_names(options.modules or {})
+    source = _Source(weights, config, parts_of, rules, options, others)
+    deltas: dict[str, ModuleDelta] = {}
     for name in sorted(parts_of):
         delta = _read_delta(source, name, parts_of[name])
         # An old and a new name may mean one module.
@@ -214,6 +252,9 @@ def checked_checkpoint(
         for name, parts in parts_of.items()
         if _BASE_WEIGHT in parts
     }
+    used = {path for path in deltas if path in others}
+    if used and options.modules is not None:
+        deltas = as_base(deltas, others, options.modules, options.max_rank, source.rank_needed)
     of_experts = ExpertSource(weights, config, rules, options)
     checkpoint = Checkpoint(
         path,
@@ -222,13 +263,21 @@ def checked_checkpoint(
         MappingProxyType(read_experts(of_experts, taken)),
         replacements,
     )
-    return _with_promises(source, checkpoint)
+    return _with_promises(source, checkpoint, used)
 
 
-def _with_promises(source: _Source, checkpoint: Checkpoint) -> Checkpoint:
-    """Note the promises of the configuration; refuse a file that lacks one on any base model."""
+def _with_promises(source: _Source, checkpoint: Checkpoint, used: set[str]) -> Checkpoint:
+    """Note the promises of the configuration; refuse a file that lacks one on any base model.
+
+    Args:
+        source: of the checkpoint.
+        checkpoint: without its promises.
+        used: the paths in it that the base model has as parts of modules, or as several.
+    """
     config, replacements = source.config, checkpoint.own
     others = [path for path in source.options.modules or () if path not in checkpoint.modules]
+    ends = {path.rpartition(".")[2] for path in used}
+    others += [p for p in source.others if p not in used and p.rpartition(".")[2] in ends]
     config_path = checkpoint.folder / CONFIG_FILE
     # Without a base model nothing says which modules are targeted.
     untrained = targets_among(config, others, config_path, source.options.limits) if others else []
@@ -353,10 +402,12 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     wide = _width(lora_a, 1) if spec is None else spec.in_features
     high = _width(lora_b, 0) if spec is None else spec.out_features
     shapes: dict[str, tuple[int, ...]] = {name_a: (rank, wide), name_b: (high, rank)}
+    # Of a shard of FSDP2, the other matrix still has as many columns as there were rows.
+    is_shard = lora_a.ndim == lora_b.ndim == 2 and lora_a.shape[0] < lora_b.shape[1] == rank
     shapes[_BIAS] = shapes[_MAGNITUDE] = (high,)
     shapes[_BASE_WEIGHT] = (high, wide) if kind == "linear" else (wide, high)
     for part, tensor in parts.items():
-        _check_tensor(source, f"{_PREFIX}{module}.{part}", tensor, shapes[part], rank)
+        _check_tensor(source, f"{_PREFIX}{module}.{part}", tensor, shapes[part], rank, is_shard)
     scaling = rule.scaling
     # PEFT scales the bias with B: scaling * (B A x + b).
     bias = parts[_BIAS].float() * scaling if _BIAS in parts else None
@@ -438,9 +489,9 @@ def _check_optional_parts(
 
 
 def _spec_of(source: _Source, module: str, kind: Kind) -> ModuleSpec | None:
-    if source.options.modules is None:
+    if source.specs is None or source.options.modules is None:
         return None
-    spec = source.options.modules.get(source.base_path(module))
+    spec = source.specs.get(source.base_path(module))
     if spec is None:
         raise _missing_module(source, source.options.modules, module)
     if spec.transposed and not source.rules[module].targeted:
@@ -458,10 +509,17 @@ def _spec_of(source: _Source, module: str, kind: Kind) -> ModuleSpec | None:
 
 def _missing_module(
     source: _Source, specs: Mapping[str, ModuleSpec], module: str
-) -> InvalidInputError:
-    missing = [name for name in source.names if source.base_path(name) not in specs]
+) -> LoRABackendError:
+    missing = [name for name in source.names if source.base_path(name) not in (source.specs or ())]
     facts = [f"LoRA for {len(source.names)} modules, {len(missing)} of which the base model lacks"]
     mine, theirs = _highest_layer(missing), _highest_layer(specs)
+    fused = order_unknown(source.base_path(module), specs)
+    if fused is not None:
+        what = f"the base model computes {module!r} with others as {fused!r}"
+        facts.append(f"LoRA for {module!r}")
+        allowed = "a fused module whose class is known, so that the order of its columns is"
+        to_do = "load it on the model it was trained on"
+        return UnsupportedInputError(problem(source.path, what, facts, allowed, to_do))
     if mine > theirs >= 0:
         what = "the base model has fewer layers than the adapter"
         facts.append(f"LoRA for layer {mine}; the base model's last layer is {theirs}")
@@ -482,7 +540,8 @@ def _check_room(source: _Source, module: str, rank: int) -> None:
     if source.options.max_rank is not None and rank > source.options.max_rank:
         what = f"the rank of module {module!r} is too large"
         given, allowed = f"rank {rank}", f"at most {source.options.max_rank} (max_rank)"
-        raise source.error(what, given, allowed, f"set max_rank to {rank} or more")
+        to_do = f"set max_rank to {source.rank_needed} or more"  # enough for all modules
+        raise source.error(what, given, allowed, to_do)
 
 
 def _width(tensor: Tensor, axis: int) -> int:
@@ -490,18 +549,22 @@ def _width(tensor: Tensor, axis: int) -> int:
 
 
 def _check_tensor(
-    source: _Source, key: str, tensor: Tensor, shape: tuple[int, ...], rank: int
+    source: _Source, key: str, tensor: Tensor, shape: tuple[int, ...], rank: int, is_shard: bool
 ) -> None:
     check_dtype(source.error, key, tensor)
     if tuple(tensor.shape) != shape or 0 in shape:
         sizes = ", ".join("any" if size < 1 else str(size) for size in shape)
         allowed = f"[{sizes}], rank {rank} by {CONFIG_FILE}"
-        if source.options.modules is not None:
-            spec = source.options.modules[source.base_path(_split(key)[0])]
+        if source.specs is not None:
+            spec = source.specs[source.base_path(_split(key)[0])]
             allowed += f", in_features {spec.in_features} and out_features {spec.out_features}"
             allowed += " by the base model"
+        what = "a tensor has the wrong shape"
         to_do = "load it on the model it was trained on, with the configuration saved beside it"
-        raise source.error("a tensor has the wrong shape", typed(key, tensor), allowed, to_do)
+        if is_shard or 0 in tensor.shape or (tensor.ndim == 1 and len(shape) == 2):
+            what = "a tensor is the part that one process of DeepSpeed ZeRO-3 or FSDP has of it"
+            to_do = GATHER
+        raise source.error(what, typed(key, tensor), allowed, to_do)
     # Base weights are compared with the model's, which may hold any value.
     if not key.endswith(_BASE_WEIGHT):
         check_finite(source.error, key, tensor)

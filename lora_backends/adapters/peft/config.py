@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from lora_backends.adapters.files.formats import CONFIG_FILE
+from lora_backends.adapters.files.formats import CONFIG_FILE, check_pointer
 from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.adapters.files.messages import as_json, problem
 from lora_backends.adapters.peft.pissa import INITS_FROM_BASE
@@ -127,7 +127,7 @@ _INITS_REFUSED = {
     "save_pretrained with path_initial_model_for_weight_conversion writes one that does",
 }
 
-_OF_MLX = {"fine_tune_type", "lora_parameters"}
+_OF_MLX = {"fine_tune_type", "lora_layers", "lora_parameters"}
 """Keys by which mlx-lm's own adapter_config.json is known."""
 
 
@@ -197,6 +197,7 @@ def read_json_object(path: Path, limits: LoadLimits) -> dict[str, Any]:
     """
     to_do = "pass the folder that PEFT's save_pretrained wrote"
     content = read_bytes(path, limits.header_bytes, limits.config_too_large)
+    check_pointer(path, content)
     try:
         values = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:

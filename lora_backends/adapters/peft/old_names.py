@@ -1,4 +1,8 @@
-"""Names that checkpoints had at other times: of Transformers 4, and of PEFT's models in memory."""
+"""Names that a base model does not have, of modules that it has.
+
+Those of Transformers 4, of a language model inside one of images, of Tinker, and of PEFT's models
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,23 @@ _RENAMED = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.lm_head$", "lm_head"),
     (r"^model\.(?=(layers|embed_tokens|norm)\b)", "model.language_model."),
+    (
+        r"^(model\.)?(language_model|text_model|llm)\.(model\.)?(?=(layers|embed_tokens)\b)",
+        "model.",
+    ),
+    (r"^(model\.)?(language_model|text_model|llm|thinker)\.lm_head$", "lm_head"),
+    (r"^thinker\.(?=model\.)", ""),
+    (r"^(model\.)?unembed_tokens$", "lm_head"),  # Tinker
     (r"^", "model."),  # vision towers and connectors
 )
-"""Parts of paths that Transformers 5 renamed; replaced if the base model has only the new path."""
+"""Parts of paths that Transformers 5 renamed, that a language model alone has not, or that Tinker
+has of its own; replaced if the base model has only the new path."""
 
 _OF_TOWER = ("vision_tower.vision_model.", "vision_tower.")
 """The start of paths in a vision tower, in Transformers 4 and 5; beside the renamed parts."""
+
+_OF_TINKER = (".attn.", ".self_attn.")
+"""Tinker's name of gpt-oss' attention."""
 
 _OF_LAYER = (
     (r"\battention\.attention\.query$", "attention.q_proj"),
@@ -55,7 +70,8 @@ def renamed(path: str, known: Iterable[str]) -> str:
     known = known if isinstance(known, (set, Mapping)) else set(known)
     if path in known:
         return path
-    for start in (path, path.replace(*_OF_TOWER), *_in_vision(path)):
+    starts = (path, path.replace(*_OF_TOWER), path.replace(*_OF_TINKER), *_in_vision(path))
+    for start in starts:
         for old, new in (*_RENAMED, (r"^", "")):
             candidate = re.sub(old, new, start, count=1)
             if candidate != path and candidate in known:

@@ -73,6 +73,8 @@ class AdapterPool:
             quantised to it when they are loaded, with a scale per row. None keeps `dtype`.
         own_modules: returns an adapter's replacements of base modules, by path. It is called for
             adapters that bring more than LoRA; None refuses those.
+        unused: returns why the base model has no use for a module that it lacks, or None. The LoRA
+            of such a module is left out with a warning.
 
     Raises:
         InvalidInputError: a number is less than 1, or too large; `adapter_dtype` is another dtype,
@@ -94,6 +96,7 @@ class AdapterPool:
         base_layers: BaseLayers | None = None,
         adapter_dtype: torch.dtype | str | None = None,
         own_modules: Replacements | None = None,
+        unused: Callable[[str], str | None] | None = None,
     ) -> None:
         expert_rank = max_rank if max_expert_rank is None else max_expert_rank
         for key, number in (
@@ -128,7 +131,13 @@ class AdapterPool:
             self.modules, max_rank, form, self._experts, base_layers, own_modules
         )
         self.read_options = ReadOptions(
-            self.modules, max_rank, self.limits, self.experts, expert_rank, own_modules is not None
+            self.modules,
+            max_rank,
+            self.limits,
+            self.experts,
+            expert_rank,
+            own_modules is not None,
+            unused,
         )
         # Calls read it without the lock: a record is replaced whole, never changed.
         self._records: dict[int, SlotRecord] = {}

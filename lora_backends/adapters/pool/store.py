@@ -27,6 +27,7 @@ from lora_backends.adapters.files.folders import (
     stamp_of,
     unchanged,
 )
+from lora_backends.adapters.files.formats import CONFIG_FILE
 from lora_backends.adapters.pool.policy import keep
 from lora_backends.adapters.pool.pool import AdapterPool, Loaded
 from lora_backends.adapters.pool.slots import Commit
@@ -35,6 +36,9 @@ from lora_backends.adapters.pool.tensors import side_by_side, tensors_of
 from lora_backends.adapters.specs import Checkpoint
 from lora_backends.common.files import as_path
 from lora_backends.errors import InvalidInputError, LoRABackendError, shown
+
+MOST_FAILED = 64
+"""Names of failed prefetches, with their errors, that wait for a batch that asks for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +62,7 @@ class _Ready:
 class _Prefetch:
     """One name that a prefetch brings ahead."""
 
+    failed = False  # its error waits for a batch that asks for the name
     result: Future[_Ready | None]  # None: it was written into its slot, or is not wanted any more
 
 
@@ -302,15 +307,31 @@ class AdapterStore:
         except CancelledError:  # the model is being detached
             return None
         finally:
-            with self._lock:  # only now: a prefetch that is not in `_ahead` writes no slot
-                if self._ahead.get(name) is job:
-                    del self._ahead[name]
+            # Only now: a prefetch that is not in `_ahead` writes no slot.
+            self._forget_job(name, job)
 
     def _staged(self, name: str, cached: CachedAdapter) -> _Ready:
         return _Ready(cached, self._pool.stage(name, cached.checkpoint), None)
 
-    @torch.no_grad()
     def _bring_ahead(self, name: str, job: _Prefetch) -> _Ready | None:
+        """Prefetch one name; of those that failed, only the last ones are remembered."""
+        try:
+            return self._bring(name, job)
+        except BaseException:
+            with self._lock:
+                job.failed = True
+                failed = [name for name, ahead in self._ahead.items() if ahead.failed]
+                for old in failed[:-MOST_FAILED]:  # a batch that asks for one tries anew
+                    del self._ahead[old]
+            raise
+
+    def _forget_job(self, name: str, job: _Prefetch) -> None:
+        with self._lock:
+            if self._ahead.get(name) is job:
+                del self._ahead[name]
+
+    @torch.no_grad()
+    def _bring(self, name: str, job: _Prefetch) -> _Ready | None:
         """Write an adapter into a slot, or return it on the device if no slot can be spared."""
         with self._lock:
             cached = self._cached.get(name)
@@ -339,9 +360,7 @@ class AdapterStore:
 
         if not self._pool.put_ahead(name, ready.staged, is_wanted, then) and is_wanted():
             return ready
-        with self._lock:  # forget the job, so that its tensors are freed
-            if self._ahead.get(name) is job:
-                del self._ahead[name]
+        self._forget_job(name, job)  # so that its tensors are freed
         return None
 
     def _from_folder(self, name: str) -> CachedAdapter | None:
@@ -395,11 +414,23 @@ class AdapterStore:
             return None
 
     def _look_for_folders(self) -> None:
-        if self.folder is not None:
-            folders = adapter_folders(self.folder)
-            with self._lock:
-                readable = {n: path for n, path in folders.items() if n not in self._only_in_memory}
-                self._folders = readable | self._folders  # a folder that was loaded goes first
+        """Take up new folders of adapters, and drop lost ones of adapters that are nowhere else."""
+        found = {} if self.folder is None else adapter_folders(self.folder)
+        with self._lock:
+            known = self._known()
+            # Names whose adapter came from memory may have no folder any more that would hide it.
+            self._only_in_memory &= {*known, *found}
+            readable = {n: path for n, path in found.items() if n not in self._only_in_memory}
+            kept = {
+                name: path
+                for name, path in self._folders.items()  # one that was loaded goes first
+                if name in known or (path / CONFIG_FILE).is_file()
+            }
+            self._folders = readable | kept
+
+    def _known(self, *names: str) -> set[str]:
+        """Return the names of adapters in slots and in memory, and further ones; locked."""
+        return {*self._pool.slots.names, *self._cached, *names}
 
     def _from_memory(self, name: str, checkpoint: Checkpoint) -> Callable[[], None]:
         """Return a function that notes that an adapter came from memory; the slots are locked."""
@@ -424,7 +455,7 @@ class AdapterStore:
             if cached is not self._cached.get(name):  # else its files have not been looked at
                 self._looked[name] = time.monotonic()
             keep(self._cached, name, cached, self.cpu_bytes)
-            known = {*self._pool.slots.names, name, *self._cached}
+            known = self._known(name)
             for table in (self._in_slots, self._looked, self._warned):
                 for old in [each for each in table if each not in known]:
                     del table[old]

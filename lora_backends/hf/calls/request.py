@@ -200,7 +200,7 @@ class Request(RowsCall):
             # DeepSeek expands the latent vectors of all tokens in every pass.
             earlier = "it sees the cache's tokens again, and lists have no entries for them"
             earlier += " (a name for the whole row applies to them, too)"
-            raise unknown_rows(paths[0], shape, self._rows, self._length, earlier)
+            raise unknown_rows(paths[0], shape, self._rows, self._length, earlier, True)
         spread: Spread | None = (1, math.prod(shape))
         if self.differ:
             spread = layout.spread(shape, self._rows, self._length)
@@ -245,7 +245,7 @@ class Request(RowsCall):
         if self._touched is None:
             self._touched = self._choices.touched_modules(self._pool, self._every_slot)
         if not uses_one_slot(self._touched, self._every_slot, paths):
-            raise unknown_rows(paths[0], shape, self._rows, self._length, reason)
+            raise unknown_rows(paths[0], shape, self._rows, self._length, reason, self.per_token)
         spread = (1, math.prod(shape))
         return self._keep(("none", spread), lambda: spread_slots([NO_ADAPTER], spread))
 
@@ -273,7 +273,7 @@ class Request(RowsCall):
         ]
         if start is None or not in_order:
             reason = "adapters differ by token, and it is not known which token each position is"
-            raise unknown_rows(paths[0], shape, rows, self._length, reason)
+            raise unknown_rows(paths[0], shape, rows, self._length, reason, True)
 
         def token_slots() -> torch.Tensor:
             # Tokens after the last entry of a row repeat it.

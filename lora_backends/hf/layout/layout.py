@@ -128,13 +128,21 @@ class Untried:
 
 
 def unknown_rows(
-    path: str, shape: Sequence[int], rows: int, length: int, reason: str
+    path: str,
+    shape: Sequence[int],
+    rows: int,
+    length: int,
+    reason: str,
+    per_token: bool = False,
 ) -> UnknownRowsError:
-    """Return the error for an input whose positions cannot be assigned to rows."""
+    """Return the error for an input whose positions cannot be assigned to rows, or tokens."""
+    cure = "split the batch by adapter"
+    if per_token:  # rows that differ by token are no batch of one adapter
+        cure = "give all rows of a call one entry, the same for each"
     return UnknownRowsError(
         f"module {path} sees an input of shape {list(shape)} (without its last axis) in a forward "
         f"pass of {rows} rows of {length} tokens, and it is not known which row each position "
         f"belongs to: {reason or 'the shape is none of those it was seen with'}\n"
         f"  allowed: one adapter for all rows, or adapters without this module\n"
-        f"  to do: split the batch by adapter, or leave the module out of target_modules"
+        f"  to do: {cure}, or leave the module out of target_modules"
     )

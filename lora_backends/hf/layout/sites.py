@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from lora_backends.adapters.peft.dora import BaseLayer
 from lora_backends.adapters.specs import Checkpoint, ModuleSpec
 from lora_backends.errors import UnsupportedInputError
+from lora_backends.hf.layout.fused import parts_of
 from lora_backends.hf.layout.quantized_base import (
     dequantized,
     embedding_size,
@@ -45,10 +46,15 @@ def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dic
     # Other embeddings take positions or types, not tokens of rows.
     token_embedding = token_embedding_of(base)
     sites = {}
-    for path, module in base.named_modules():
+    modules = dict(base.named_modules())
+    for path, module in modules.items():
         spec = _spec(module)
         if module is token_embedding and spec is None and (sizes := embedding_size(module)):
             spec = ModuleSpec("embedding", *sizes)
+        if spec is not None and spec.kind == "linear":
+            parent, _, name = path.rpartition(".")
+            parts = parts_of(modules[parent], name, spec.out_features)
+            spec = replace(spec, parts=parts)
         if spec is not None:
             embeds = module is token_embedding or _shares_weight(module, token_embedding)
             refusal = _refusal(path, module, embeds, dtype, device)

@@ -167,8 +167,8 @@ class Replacements:
             raise InvalidInputError(
                 f"{checkpoint.folder} has a tensor of its own for {called!r}, which the base model "
                 f"lacks{did_you_mean(module_name, self._modules)}\n"
-                f"  to do: load it on the kind of model that it was trained on, e.g. "
-                f"AutoModelForSequenceClassification"
+                f"  to do: load it on the kind of model that it was trained on"
+                f"{_kind_of_head(module_name)}"
             )
         places = [(path, name)] if alone else self._holders[id(base)]
         for place, other_name in places:
@@ -353,6 +353,18 @@ class Replacements:
         spec = ModuleSpec("linear", 1, 1)
         sites = {path: ModuleSite(path, self._modules[path], spec, None) for path in paths}
         self._layouts.update(probe(self._base, sites))
+
+
+def _kind_of_head(path: str) -> str:
+    """Return the kind of model that has a head of this name, as the end of an error; or ""."""
+    kinds = {
+        "score": "AutoModelForSequenceClassification",
+        "classifier": "AutoModelForSequenceClassification",
+        "qa_outputs": "AutoModelForQuestionAnswering",
+        "lm_head": "AutoModelForCausalLM",
+    }
+    kind = kinds.get(path.rpartition(".")[2])
+    return f", e.g. {kind}" if kind else ""
 
 
 def _is_nonzero(bias: Any) -> bool:

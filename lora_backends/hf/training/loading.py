@@ -44,7 +44,7 @@ def load_trainable(
 
 
 def _check_names(pool: AdapterPool, checkpoint: Checkpoint, values: dict[str, object]) -> None:
-    """Refuse a configuration that names modules as an older Transformers did.
+    """Refuse a configuration with other names: of an older Transformers, or of a split model.
 
     The adapter is saved with the base model's names, so that its configuration would miss them.
 
@@ -63,7 +63,8 @@ def _check_names(pool: AdapterPool, checkpoint: Checkpoint, values: dict[str, ob
         same = False
     if not same:
         raise UnsupportedInputError(
-            f"{checkpoint.folder} names modules as an older version of Transformers did, so it "
-            f"cannot be trained and saved under the names of today\n"
-            f"  to do: load it with PEFT on this base model, and save it again"
+            f"{checkpoint.folder} has other names for modules than the base model: those of an "
+            f"older Transformers, or of a model that splits or fuses them otherwise\n"
+            f"  allowed: the base model's names, under which a trained adapter is saved\n"
+            f"  to do: load it without trainable=True, or train it on the model it was made for"
         )

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import random
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -736,3 +737,27 @@ def test_a_call_whose_model_is_detached_while_it_waits_is_refused(model, full):
     model.pool.slots.provider = detaching
     with pytest.raises(InvalidInputError, match="was detached"):
         logits(model, "a0")
+
+
+def test_names_of_folders_that_are_gone_are_forgotten(model, folder, checkpoints):
+    store = model.keep_adapters(cpu_bytes=0, folder=folder)
+    logits(model, "a")
+    shutil.rmtree(folder / "a")
+    shutil.rmtree(folder / "c")
+    assert store.names() == ["a", "b"]  # a is in its slot
+    assert "c" not in store.folders()
+    model.add_adapter("m", checkpoints["a1"])
+    model.add_adapter("n", checkpoints["a2"])
+    logits(model, "b", None)  # evicts m, which no memory keeps
+    assert store.names() == ["b", "n"]
+    assert "m" not in store._only_in_memory and "n" in store._only_in_memory
+
+
+def test_names_of_failed_prefetches_do_not_add_up(model, folder):
+    store = model.keep_adapters(folder=folder)
+    names = [f"none{number}" for number in range(store_module.MOST_FAILED + 20)]
+    store.prefetch([*names, "b"])
+    with pytest.raises(InvalidInputError, match=f"no adapter named '{names[-1]}'"):
+        logits(model, names[-1])
+    logits(model, "b")
+    assert len(store._ahead) <= store_module.MOST_FAILED

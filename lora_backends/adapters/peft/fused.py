@@ -1,0 +1,197 @@
+"""Adapters whose model splits a projection that the base model fuses, or the other way round.
+
+fused base    q_proj, k_proj, v_proj -> qkv_proj: A one below the other, B in its part's columns
+split base    qkv_proj -> q_proj, k_proj, v_proj: the same A, and each part's rows of B
+
+Both compute what PEFT computes on a model with the adapter's own modules and the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lora_backends.adapters.specs import FusedPart, ModuleDelta, ModuleSpec
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
+
+SPLIT = {
+    ("self_attn", "qkv_proj"): ("q_proj", "k_proj", "v_proj"),
+    ("mlp", "gate_up_proj"): ("gate_proj", "up_proj"),
+}
+"""Fused modules whose columns are those of the parts, one part after the other, in every decoder of
+Transformers with such names that has a split form (Phi-3, GLM)."""
+
+FUSED_NAMES = frozenset("qkv_proj query_key_value Wqkv c_attn qkv gate_up_proj in_proj_qkv".split())
+_PARTS = frozenset("q_proj k_proj v_proj gate_proj up_proj in_proj_q in_proj_k in_proj_v".split())
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """A path that the base model lacks, for columns of modules that it has."""
+
+    spec: ModuleSpec
+    places: tuple[tuple[str, Tensor], ...]
+    """Paths of the base model's modules, and for each either the columns of the fused module (one
+    place), or those columns of the fused path that are the module's (several places)."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of one module; else several modules are parts of it."""
+        return len(self.places) == 1
+
+
+def other_names(modules: Mapping[str, ModuleSpec]) -> dict[str, OtherName]:
+    """Return the paths of the parts of fused modules, and those that would fuse split ones."""
+    names: dict[str, OtherName] = {}
+    for path, spec in modules.items():
+        parent, _, last = path.rpartition(".")
+        for part in spec.parts:
+            place = ((path, part.columns),)
+            names[f"{parent}.{part.name}"] = OtherName(_like(spec, part.width), place)
+        for (owner, fused), parts in SPLIT.items():
+            if last == parts[0] and parent.rpartition(".")[2] == owner:
+                found = [(f"{parent}.{name}", modules.get(f"{parent}.{name}")) for name in parts]
+                names |= _fused(f"{parent}.{fused}", found)
+    return {path: name for path, name in names.items() if path not in modules}
+
+
+def _like(spec: ModuleSpec, width: int) -> ModuleSpec:
+    return ModuleSpec("linear", spec.in_features, width, transposed=spec.transposed)
+
+
+def _fused(path: str, found: list[tuple[str, ModuleSpec | None]]) -> dict[str, OtherName]:
+    places, start = [], 0
+    for place, spec in found:
+        if spec is None or spec.kind != "linear" or spec.transposed:
+            return {}
+        places.append((place, FusedPart("", start, spec.out_features).columns))
+        start += spec.out_features
+    specs = [spec for _, spec in found if spec is not None]
+    if len({spec.in_features for spec in specs}) > 1:
+        return {}
+    return {path: OtherName(_like(specs[0], start), tuple(places))}
+
+
+def order_unknown(module: str, modules: Mapping[str, ModuleSpec]) -> str | None:
+    """Return the module that fuses a missing one with others in an order that is not known."""
+    parent, _, last = module.rpartition(".")
+    if last not in _PARTS:
+        return None
+    fused = (f"{parent}.{name}" for name in sorted(FUSED_NAMES))
+    return next((path for path in fused if path in modules), None)
+
+
+def as_base(
+    deltas: Mapping[str, ModuleDelta],
+    names: Mapping[str, OtherName],
+    modules: Mapping[str, ModuleSpec],
+    max_rank: int | None,
+    needed: int,
+) -> dict[str, ModuleDelta]:
+    """Return deltas for the modules that the base model has.
+
+    Args:
+        deltas: by path, some of which are keys of `names`.
+        names: of `other_names`.
+        modules: of the base model.
+        max_rank: the largest rank of a delta; None sets no limit.
+        needed: the `max_rank` that has room for all of them.
+
+    Raises:
+        InvalidInputError: two deltas are for the same columns; or parts need more rank together.
+        UnsupportedInputError: parts that can only be trained or served alone.
+    """
+    result = {path: delta for path, delta in deltas.items() if path not in names}
+    parts_of: dict[str, list[tuple[ModuleDelta, Tensor]]] = {}
+    for path, delta in deltas.items():
+        if path not in names:
+            continue
+        if delta.init is not None:
+            raise UnsupportedInputError(
+                f"init_lora_weights = {delta.init!r} for {path!r}, which the base model has as "
+                f"{_listed(names[path])}: its start depends on the whole weight\n"
+                f"  to do: save the adapter with path_initial_model_for_weight_conversion"
+            )
+        if names[path].is_part:
+            place, columns = names[path].places[0]
+            parts_of.setdefault(place, []).append((delta, columns))
+            continue
+        for divided in _divided(delta, names[path]):
+            _check_free(result, divided.module, path)
+            result[divided.module] = divided
+    for path, parts in parts_of.items():
+        _check_free(result, path, parts[0][0].module)
+        result[path] = _joined(path, modules[path], parts, max_rank, needed)
+    return {path: result[path] for path in sorted(result)}
+
+
+def _listed(name: OtherName) -> str:
+    return ", ".join(path for path, _ in name.places)
+
+
+def _check_free(result: Mapping[str, ModuleDelta], path: str, other: str) -> None:
+    if path in result:
+        raise InvalidInputError(
+            f"the checkpoint has LoRA for {path!r} and for {other!r}, which the base model computes"
+            f" as one\n  allowed: one of them\n  to do: save the adapter again"
+        )
+
+
+def _divided(delta: ModuleDelta, name: OtherName) -> Iterator[ModuleDelta]:
+    for path, columns in name.places:
+        bias = None if delta.bias is None else delta.bias[columns]
+        magnitude = None if delta.magnitude is None else delta.magnitude[columns]
+        lora_b = delta.lora_b[columns]
+        yield replace(delta, module=path, lora_b=lora_b, bias=bias, magnitude=magnitude)
+
+
+def _joined(
+    path: str,
+    spec: ModuleSpec,
+    parts: list[tuple[ModuleDelta, Tensor]],
+    max_rank: int | None,
+    needed: int,
+) -> ModuleDelta:
+    deltas = [delta for delta, _ in parts]
+    rank = sum(delta.rank for delta in deltas)
+    names = ", ".join(repr(delta.module) for delta in deltas)
+    if max_rank is not None and rank > max_rank:
+        raise InvalidInputError(
+            f"the base model computes {names} as {path!r}, where their ranks add up\n"
+            f"  given: ranks {[delta.rank for delta in deltas]}\n  allowed: at most {max_rank} "
+            f"together (max_rank)\n  to do: set max_rank to {needed} or more"
+        )
+    with_magnitude = [delta for delta in deltas if delta.magnitude is not None]
+    if with_magnitude and sum(map(len, (columns for _, columns in parts))) < spec.out_features:
+        raise UnsupportedInputError(
+            f"DoRA (use_dora) for {names}, and not for all of {path!r}, as which the base model "
+            f"computes them\n  to do: merge the adapter into its base model"
+        )
+    scaling = deltas[0].scaling
+    alike = all(delta.scaling == scaling for delta in deltas)
+    dtype = deltas[0].lora_a.dtype if alike else torch.float32
+    for delta in deltas:
+        for tensor in (delta.lora_a, delta.lora_b, delta.magnitude):
+            dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
+    lora_b = torch.zeros(spec.out_features, rank, dtype=dtype)
+    bias = magnitude = None
+    if any(delta.bias is not None for delta in deltas):
+        bias = torch.zeros(spec.out_features)
+    if with_magnitude:
+        magnitude = torch.zeros(spec.out_features, dtype=dtype)
+    start = 0
+    for delta, columns in parts:
+        b = delta.lora_b.to(dtype)
+        lora_b[columns, start : start + delta.rank] = b if alike else b * delta.scaling
+        start += delta.rank
+        if bias is not None and delta.bias is not None:
+            bias[columns] = delta.bias
+        if magnitude is not None and delta.magnitude is not None:
+            magnitude[columns] = delta.magnitude.to(dtype)
+    lora_a = torch.cat([delta.lora_a.to(dtype) for delta in deltas])
+    return ModuleDelta(
+        path, "linear", rank, scaling if alike else 1.0, lora_a, lora_b, bias, magnitude
+    )

@@ -1,0 +1,56 @@
+"""Leaves out the modules of an adapter that the base model lacks and has no use for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from lora_backends.adapters.files.messages import problem
+from lora_backends.adapters.specs import OwnModules
+from lora_backends.errors import InvalidInputError
+
+
+def without_unused(
+    path: Path,
+    groups: dict[str, dict[str, Tensor]],
+    own: OwnModules,
+    unused: Callable[[str], str | None],
+) -> tuple[dict[str, dict[str, Tensor]], OwnModules]:
+    """Leave out the modules that the base model lacks and has no use for, with a warning.
+
+    Args:
+        path: of the file.
+        groups: tensors of LoRA, by path of the module.
+        own: the other parts of the adapter.
+        unused: as `ReadOptions.unused`.
+
+    Raises:
+        InvalidInputError: nothing is left.
+    """
+    owners = {name.rpartition(".")[0] for name in own.parameters}
+    reasons = {name: reason for name in {*groups, *owners} if (reason := unused(name))}
+    if not reasons:
+        return groups, own
+    told = [f"{name!r}: {reason}" for name, reason in sorted(reasons.items())]
+    left = {name: parts for name, parts in groups.items() if name not in reasons}
+    kept = {
+        name: parameter
+        for name, parameter in own.parameters.items()
+        if name.rpartition(".")[0] not in reasons
+    }
+    own = replace(own, parameters=kept)
+    if not left and not own:
+        what = "the base model has no use for any module of the adapter"
+        to_do = "load it on the model it was trained on"
+        raise InvalidInputError(problem(path, what, told, "modules that it runs", to_do))
+    warnings.warn(
+        f"{path} has {len(told)} modules that the base model lacks and has no use for; they are "
+        f"left out: {'; '.join(told[:3])}{'; ...' * (len(told) > 3)}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return left, own

@@ -1,0 +1,51 @@
+"""Modules that a base model lacks because it has no use for them: their LoRA changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from torch import nn
+
+from lora_backends.adapters.peft.old_names import renamed
+
+_MEDIA = frozenset(
+    """audio_projector audio_tower connector embed_audio embed_vision image_projector mm_projector
+    multi_modal_projector vision_embed_tokens vision_model vision_tower visual""".split()
+)
+"""Parts of models of images and sound besides their language model."""
+
+
+def unused_by(base: nn.Module) -> Callable[[str], str | None]:
+    """Return a function that says why a model has no use for a module that it lacks, or None.
+
+    Args:
+        base: a Transformers model.
+    """
+    modules = dict(base.named_modules())
+    patterns = getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ()
+    config = getattr(base, "config", None)
+    # A model of images may have another name for the part.
+    is_text = not any(map(_is_media, modules)) and not any(
+        hasattr(config, f"{kind}_config") for kind in ("vision", "audio")
+    )
+
+    def reason(path: str) -> str | None:
+        if renamed(path, modules) in modules:
+            return None
+        parent, _, name = path.rpartition(".")
+        owner = modules.get(renamed(parent, modules))
+        if name in ("k_proj", "v_proj") and getattr(owner, "is_kv_shared_layer", False) is True:
+            return "the layer takes the keys and values of another"
+        # From the start: patterns of a part of the model would match names in other parts.
+        if any(re.match(pattern, f"{path}.weight") for pattern in patterns):
+            return "the base model's class leaves these weights out"
+        if is_text and _is_media(path):
+            return "the base model takes text alone"
+        return None
+
+    return reason
+
+
+def _is_media(path: str) -> bool:
+    return not _MEDIA.isdisjoint(path.split(".")[:2])

@@ -1,0 +1,223 @@
+"""Adapters with names of another model around the same layers, against PEFT on that model."""
+
+import copy
+import json
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lora_backends import InvalidInputError
+from lora_backends.hf import MultiLoRAModel
+
+IDS = torch.arange(2 * 6).reshape(2, 6) + 3
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+VISION = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+
+
+def with_seed(make):
+    torch.manual_seed(5)
+    return make().eval()
+
+
+@pytest.fixture(scope="module")
+def llava():
+    config = transformers.LlavaConfig(
+        vision_config=VISION, text_config={"model_type": "llama", **SIZES}, image_token_index=60
+    )
+    return with_seed(lambda: transformers.LlavaForConditionalGeneration(config))
+
+
+@pytest.fixture(scope="module")
+def llama(llava):
+    """Return the language model of `llava` alone."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    names = {key: key.replace("model.language_model.", "model.") for key in llava.state_dict()}
+    state = {names[key]: value for key, value in llava.state_dict().items()}
+    model.load_state_dict({key: state[key] for key in model.state_dict()})
+    return model.eval()
+
+
+def save(base, folder, rename=None, config=None, **options):
+    """Save a random adapter with PEFT, and change its tensors' names and its configuration."""
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, **options))
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        truth = model.eval()(IDS).logits
+    edit(folder, lambda tensors: {rename(k) if rename else k: t for k, t in tensors.items()})
+    file = Path(folder, "adapter_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | (config or {})))
+    return folder, truth
+
+
+def edit(folder, change):
+    file = Path(folder, "adapter_model.safetensors")
+    save_file(change(load_file(file)), file)
+
+
+def assert_rows(base, folder, truth):
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref")
+    model.load_adapter("a", folder)
+    rows = model(adapters=["a", None], input_ids=IDS).logits
+    with torch.no_grad():
+        plain = base(IDS).logits
+    assert (truth - plain).abs().max() > 0.01
+    torch.testing.assert_close(rows[0], truth[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(rows[1], plain[1], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.language_model.", "language_model.model.", "model.text_model.", "llm.model."],
+)
+def test_a_language_model_alone_takes_the_names_it_has_in_one_of_images(
+    llava, llama, tmp_path, name
+):
+    targets = r".*language_model.*(q_proj|down_proj)|lm_head"
+    folder, truth = save(
+        llava,
+        tmp_path / "a",
+        lambda key: key.replace("model.language_model.", name),
+        {"target_modules": ["q_proj", "down_proj", "lm_head"]},
+        target_modules=targets,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_rows(llama, folder, truth)
+
+
+def test_parts_for_images_are_left_out_of_a_language_model_alone(llava, llama, tmp_path):
+    options = {"target_modules": ["q_proj", "linear_1"], "modules_to_save": ["linear_2"]}
+    folder, truth = save(llava, tmp_path / "a", **options)
+    with pytest.warns(
+        RuntimeWarning, match=r"multi_modal_projector.linear_1': .* takes text alone"
+    ):
+        assert_rows(llama, folder, truth)
+    edit(folder, lambda tensors: {k: t for k, t in tensors.items() if "language_model" not in k})
+    with pytest.raises(InvalidInputError, match="has no use for any module of the adapter"):
+        MultiLoRAModel(copy.deepcopy(llama), "torch_ref").load_adapter("a", folder)
+
+
+def test_parts_for_images_under_another_name_are_refused_by_a_model_of_images(llava, tmp_path):
+    def rename(key):
+        return key.replace("multi_modal_projector", "connector")
+
+    folder, _ = save(llava, tmp_path / "a", rename, target_modules=["q_proj", "linear_1"])
+    with pytest.raises(InvalidInputError, match=r"has no module 'model.connector"):
+        MultiLoRAModel(copy.deepcopy(llava), "torch_ref").load_adapter("a", folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_has_the_name_that_tinker_gives_it(tmp_path, tied):
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    base = with_seed(lambda: transformers.LlamaForCausalLM(config))
+    folder, truth = save(
+        base,
+        tmp_path / "a",
+        lambda key: key.replace("model.lm_head", "model.model.unembed_tokens"),
+        {"target_modules": "all-linear"},
+        target_modules=["q_proj", "up_proj", "lm_head"],
+    )
+    assert_rows(base, folder, truth)
+
+
+def test_attention_has_the_name_that_tinker_gives_it(llama, tmp_path):
+    folder, truth = save(
+        llama,
+        tmp_path / "a",
+        lambda key: key.replace(".self_attn.", ".attn."),
+        target_modules=["q_proj", "o_proj"],
+    )
+    assert_rows(llama, folder, truth)
+
+
+def gemma3n():
+    config = transformers.Gemma3nTextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+        head_dim=8,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    return transformers.Gemma3nForCausalLM(config)
+
+
+def of(path, a, b, rank=4):
+    name = f"base_model.model.{path}"
+    return {
+        f"{name}.lora_A.weight": torch.ones(rank, a),
+        f"{name}.lora_B.weight": torch.ones(b, rank),
+    }
+
+
+def test_layers_that_share_keys_and_values_need_no_lora_of_their_own(tmp_path):
+    base = with_seed(gemma3n)
+    folder, truth = save(base, tmp_path / "a", target_modules=["q_proj", "k_proj", "v_proj"])
+    for part in ("k_proj", "v_proj"):
+        path = f"model.layers.3.self_attn.{part}"
+        edit(folder, lambda tensors, path=path: tensors | of(path, 32, 16))
+    with pytest.warns(
+        RuntimeWarning, match=r"layers.3.self_attn.k_proj': the layer takes the keys"
+    ):
+        assert_rows(base, folder, truth)
+    # Another module that the layer lacks is no module that does not matter.
+    edit(folder, lambda tensors: tensors | of("model.layers.3.self_attn.r_proj", 32, 16))
+    with pytest.raises(InvalidInputError, match="r_proj"):
+        MultiLoRAModel(base, "torch_ref").load_adapter("a", folder)
+
+
+def test_a_layer_without_shared_keys_needs_its_lora(llama, tmp_path):
+    folder, _ = save(llama, tmp_path / "a", target_modules=["q_proj", "k_proj"])
+    base = copy.deepcopy(llama)
+    del base.model.layers[1].self_attn.k_proj
+    base.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(InvalidInputError, match=r"layers.1.self_attn.k_proj"):
+        MultiLoRAModel(base, "torch_ref").load_adapter("a", folder)
+
+
+def test_layers_for_several_tokens_ahead_are_left_out(tmp_path):
+    """Qwen3.5's class leaves the weights under `mtp` out, which its forward does not run."""
+    base = with_seed(
+        lambda: transformers.Qwen3_5ForCausalLM(
+            transformers.Qwen3_5TextConfig(
+                **SIZES,
+                head_dim=8,
+                layer_types=["full_attention"] * 2,
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                linear_key_head_dim=6,
+                linear_value_head_dim=6,
+            )
+        )
+    )
+    folder, truth = save(base, tmp_path / "a", target_modules=["q_proj", "up_proj"])
+    edit(folder, lambda tensors: tensors | of("mtp.layers.0.mlp.up_proj", 32, 24))
+    with pytest.warns(RuntimeWarning, match=r"'mtp.layers.0.mlp.up_proj': the base model's class"):
+        assert_rows(base, folder, truth)
