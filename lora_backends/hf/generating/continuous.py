@@ -26,6 +26,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from lora_backends.errors import (
     InvalidInputError,
     LoRABackendError,
+    RequestFailedError,
     UnsupportedInputError,
     shown,
     told,
@@ -36,6 +37,7 @@ from lora_backends.hf.generating.batching_config import check_resolved, checked
 from lora_backends.hf.generating.line import Line
 from lora_backends.hf.generating.outputs import Outputs
 from lora_backends.hf.generating.paged import PagedModel, check_model, no_batching
+from lora_backends.hf.generating.passes import Passes
 from lora_backends.hf.generating.request_words import RequestWords, RowProcessors
 from lora_backends.hf.layout.sites import vocabulary_of
 from lora_backends.hf.wrapped import WrappedModel
@@ -153,8 +155,16 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause between two passes, as Transformers' own."""
-        with super().pause(), ExitStack() as end:
+        """Pause between two passes, as Transformers' own.
+
+        Raises:
+            RequestFailedError: no thread runs the requests.
+        """
+        with ExitStack() as end:
+            try:
+                end.enter_context(super().pause())
+            except RuntimeError as error:
+                raise RequestFailedError(f"{error}{self._reason()}") from error
             end.callback(self._pausing.discard, threading.get_ident())
             self._pausing.add(threading.get_ident())
             yield
@@ -365,7 +375,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         Raises:
             InvalidInputError: a request has no output to come: it was cancelled, something else
                 took its output, or it was never added.
-            RuntimeError: a request failed, or no thread runs them: none was started, or it ended.
+            RequestFailedError: a request failed, or no thread runs them: none was started, or it
+                ended.
         """
         children = range(self.num_return_sequences - 1)
         wanted = [[*(f"{name}{CHILD}{i}" for i in children), name] for name in names]
@@ -376,7 +387,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             if output is None:
                 self._check_coming(missing)
             elif output.error is not None:
-                raise RuntimeError(f"request {output.request_id!r} failed: {output.error}")
+                raise RequestFailedError(f"request {output.request_id!r} failed: {output.error}")
             elif output.is_finished():
                 outputs[output.request_id] = output
         return {name: outputs[name] for name in ids}
@@ -384,7 +395,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
     def _check_coming(self, names: Sequence[str]) -> None:
         """Refuse to wait for requests that will have no output."""
         if not self.is_running():
-            raise RuntimeError(f"no thread runs the requests{self._reason()}")
+            raise RequestFailedError(f"no thread runs the requests{self._reason()}")
         outputs = self.output_router.output_queue
         # Both locks: an output is either not ended yet, or in the queue.
         with self.output_router.delivery, outputs.mutex:
@@ -418,6 +429,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         Its scheduler clears cancelled requests before each pass, and while nothing runs.
         """
         processor = super()._create_batch_processor()
+        self._passes = Passes(processor)
         scheduler = processor.scheduler
         clear = type(scheduler).clear_cancelled_requests  # the instance's may be wrapped already
 
@@ -428,6 +440,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
         scheduler.clear_cancelled_requests = clearing
         return processor
+
+    def _generation_step(self) -> None:
+        self._passes.run(super()._generation_step)
 
     def _free_cancelled(self) -> None:
         with self._held_lock:
