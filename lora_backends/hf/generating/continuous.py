@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import RequestState
 
 from lora_backends.errors import (
     InvalidInputError,
@@ -53,6 +54,7 @@ DELIVERY = ("streaming", "record_timestamps")
 class _Held:
     """One request, until it has ended."""
 
+    ids: list[int]  # of its prompt
     entry: Entry
     slots: Mapping[str, int]  # name to slot of its adapters, which keep them
     hold: ExitStack
@@ -103,6 +105,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         self._pausing: set[int] = set()  # threads inside of pause()
         self._attention = ExitStack()  # open while the thread needs another attention
         self._cancelled: set[str] = set()
+        self._has_ended_thread = False  # since the last start
         self._numbers = count()
         self._vocabulary = vocabulary_of(base)
         call = RequestsCall(wrapped, self._packed, self._entries_of_batch)
@@ -140,6 +143,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 attention.enter_context(self._wrapped.hooked.in_use())
                 attention.enter_context(self._wrapped.attention.paged(name))
                 self._attention = attention.pop_all()
+        self._has_ended_thread = False
         try:
             super().start()
         except BaseException:
@@ -152,6 +156,18 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         finally:
             # Not in `stop`, because an error may have ended the thread.
             self._attention.close()
+            with self._held_lock:
+                self._has_ended_thread = True
+            self._fail_left()
+
+    def _fail_left(self) -> None:
+        """End the requests that no thread will run: Transformers drops some when it stops."""
+        with self._held_lock:
+            left = {name: held for name, held in self._held.items() if not held.is_coming}
+        error = RequestFailedError("the manager has stopped before this request ended")
+        for name, held in left.items():
+            self.output_router.fail_and_deliver(RequestState(name, list(held.ids)), error)
+            self._release([name])
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -223,7 +239,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 f"request_id is {shown(request_id)}\n  allowed: a str without {CHILD!r}, or None"
             )
         # Before the queue: the thread may take the request at once.
-        held = self._hold_in_line(request_id, adapter)
+        held = self._hold_in_line(request_id, adapter, ids)
         held.processors = asked.processors
         try:
             added = super().add_request(
@@ -236,13 +252,20 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                     "the queue was full for 10 s\n  to do: raise max_queue_size, or add it later"
                 ) from error
             raise
-        if added is None:
+        with self._held_lock:
+            held.is_coming = False
+            # The thread may have ended since Transformers looked: nobody takes it from the queue.
+            left = self._has_ended_thread and self._held.get(request_id) is held
+        if added is None or left:
+            with self.input_queue.mutex:
+                others = [s for s in self.input_queue.queue if s.request_id != request_id]
+                self.input_queue.queue.clear()
+                self.input_queue.queue.extend(others)
             self._release([request_id])
             raise InvalidInputError(
                 f"request {request_id!r} comes too late: the manager has stopped"
                 f"{self._reason()}\n  to do: start another one"
             )
-        held.is_coming = False
         return request_id
 
     @property
@@ -250,7 +273,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         """Requests that wait for a slot of the pool."""
         return len(self._line)
 
-    def _hold_in_line(self, request_id: str, adapter: Entry) -> _Held:
+    def _hold_in_line(self, request_id: str, adapter: Entry, ids: list[int]) -> _Held:
         """Keep the adapters of a request in their slots, once there are some for them."""
         if is_per_token(adapter):
             raise UnsupportedInputError(
@@ -260,16 +283,17 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             request_id,
             adapter_names([adapter]),
             self._wrapped.pool.slots,
-            lambda: self._hold(request_id, adapter),
+            lambda: self._hold(request_id, adapter, ids),
             self._may_free,
+            # In its own pause it would wait for ever, also behind others.
+            may_wait=threading.get_ident() not in self._pausing,
         )
 
     def _may_free(self) -> bool:
         """Return whether a request runs that will free a slot."""
-        runs = self.is_running() and threading.get_ident() not in self._pausing
-        return runs and any(held.slots for held in list(self._held.values()))
+        return self.is_running() and any(held.slots for held in list(self._held.values()))
 
-    def _hold(self, request_id: str, adapter: Entry) -> _Held:
+    def _hold(self, request_id: str, adapter: Entry, ids: list[int]) -> _Held:
         """Keep the adapters of a request in their slots, or refuse it."""
         with ExitStack() as hold:
             # First: a model that was detached has a pool without adapters, whose error misleads.
@@ -279,19 +303,24 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             self._packed.check_adapters(self._wrapped.pool, slots)
             # A blend that cannot run is refused here, and not in the thread that runs all requests.
             self._packed.choices(self._wrapped, [adapter], slots)
-            with self._held_lock:
+            # The first lock: the output of an earlier request of this id must not come after it.
+            with self.output_router.delivery, self._held_lock:
                 if request_id in self._held:
                     raise InvalidInputError(
                         f"a request {request_id!r} is running\n  to do: give each its own id"
                     )
                 if request_id in self._cancelled:
-                    self.output_router.drop({request_id})  # that cancel was for an earlier request
-                    if request_id not in self.cancel_queue.queue:
-                        self._cancelled.discard(request_id)
+                    # That cancel was for an earlier request.
+                    self.output_router.drop({request_id})
+                    with self.cancel_queue.mutex:
+                        others = [name for name in self.cancel_queue.queue if name != request_id]
+                        self.cancel_queue.queue.clear()
+                        self.cancel_queue.queue.extend(others)
+                    self._cancelled.discard(request_id)
                 # A copy: the caller may change a blend and pass it again.
                 entry = dict(adapter) if isinstance(adapter, Mapping) else adapter
                 held = _Held(
-                    entry, slots, hold.pop_all(), self.num_return_sequences, self._written()
+                    ids, entry, slots, hold.pop_all(), self.num_return_sequences, self._written()
                 )
                 self._held[request_id] = held
                 return held
@@ -336,7 +365,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         super().stop(*args, **options)
         # Only then: a thread that still runs uses the adapters.
         if not self.is_running():
-            self._release(list(self._held))
+            self._fail_left()
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], object]) -> None:
         """Let the event loop that runs now call `callback` with each output of a request.
@@ -369,6 +398,22 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         names = None if request_id is None else [request_id]
         return self.output_router.take(names, timeout, self.is_running)
 
+    def request_id_iter(self, request_id: str) -> Iterator[Any]:
+        """Yield each output of a request, up to its last.
+
+        Raises:
+            InvalidInputError: it has no output to come, e.g. it was cancelled.
+            RequestFailedError: no thread runs it.
+        """
+        while True:
+            output = self.output_router.take([request_id], 0.1, self.is_running)
+            if output is None:
+                self._check_coming([request_id])
+                continue
+            yield output
+            if output.is_finished():
+                return
+
     def collect(self, names: Iterable[str]) -> dict[str, Any]:
         """Wait for requests and return their outputs by id, in the order of `names`.
 
@@ -394,13 +439,15 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     def _check_coming(self, names: Sequence[str]) -> None:
         """Refuse to wait for requests that will have no output."""
-        if not self.is_running():
-            raise RequestFailedError(f"no thread runs the requests{self._reason()}")
+        runs = self.is_running()  # read first: the last outputs come before the thread's end
         outputs = self.output_router.output_queue
         # Both locks: an output is either not ended yet, or in the queue.
         with self.output_router.delivery, outputs.mutex:
             there = {output.request_id for output in outputs.queue}
-            gone = [name for name in names if name not in there and self._has_ended(name)]
+            missing = [name for name in names if name not in there]
+            gone = [name for name in missing if self._has_ended(name)]
+        if missing and not runs:
+            raise RequestFailedError(f"no thread runs the requests{self._reason()}")
         if gone:
             raise InvalidInputError(
                 f"request {gone[0]!r} has no output to come\n"

@@ -7,6 +7,7 @@ are outside: event loops are a stand-in for asyncio's, and the numbers of a pass
 machine, so that tokens are compared with those of `generate` on the same machine.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +57,7 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"request_id": 3},
     {"request_id": "x__child#0"},
 )
-STOPPED = "Generation loop finished before", "no thread runs the requests"
+STOPPED = "Generation loop finished before", "no thread runs", "the manager has stopped"
 """In the errors of requests that the manager's end has ended; none ends before its clients."""
 
 SLACK_S = 0.05
@@ -107,6 +108,7 @@ class RequestsWorld(Operations):
         self._poison = draw.choice((0.0, 0.0, 0.1))
         self._loses_device = draw.choice((0.0,) * 7 + (0.03,))
         self._is_lost = False  # the device
+        self._cancelling: list[str] = []  # ids of cancels that run
         self._is_ending = False  # the manager is stopped, or has ended by an error
         self._asked: dict[str, Asked] = {}  # the last of each id
         self._all: list[Asked] = []
@@ -196,6 +198,8 @@ class RequestsWorld(Operations):
         ways = ("collect", "collect", "handler", "handler", "iterate", "results", "nothing")
         way = draw.choice(ways) if waits else "nothing"
         asked = self._new_request()
+        if way == "handler" and asked.id in self._asked:
+            way = "collect"  # an output of the earlier request could reach the new handler
         words, options = tiny_model.as_options(asked.words), {"streaming": draw.random() < 0.4}
         if asked.ends:
             options["eos_token_id"] = list(asked.ends)
@@ -231,7 +235,11 @@ class RequestsWorld(Operations):
     def _new_request(self) -> Asked:
         draw = self._draw
         name = f"r{len(self._all)} {self._sim.turns}"
-        again = [each.id for each in self._all if each.is_read or each.is_cancelled]
+        again = [
+            each.id
+            for each in self._asked.values()
+            if (each.is_read or each.is_cancelled) and each.id not in self._cancelling
+        ]
         if again and draw.random() < 0.1:
             name = draw.choice(again)
         return Asked(
@@ -267,10 +275,12 @@ class RequestsWorld(Operations):
             elif way == "handler":
                 sim.pause(
                     "wait for a callback",
-                    lambda: asked.answers
-                    or asked.is_cancelled
-                    or asked.loop.is_closed
-                    or not manager.is_running(),
+                    lambda: (
+                        asked.answers
+                        or asked.is_cancelled
+                        or asked.loop.is_closed
+                        or not manager.is_running()
+                    ),
                 )
         except LoRABackendError as error:
             sim.tell(f"request {asked.id}: {type(error).__name__}: {error}")
@@ -279,7 +289,7 @@ class RequestsWorld(Operations):
                 sim.fail(f"request {asked.id} lost its answer: {error}")
             if not gone:
                 asked.answers.append(SimpleNamespace(error=str(error), request_id=asked.id))
-        asked.is_read = way != "nothing"
+        asked.is_read = bool(asked.answers)
 
     def _register(self, asked: Asked) -> None:
         loop = self._draw.choice(self._loops[-2:])
@@ -318,7 +328,12 @@ class RequestsWorld(Operations):
         if asked is not None:
             self._sim.tell(f"cancel {asked.id}")
             asked.is_cancelled = True
-        self.manager.cancel_request("unknown" if asked is None else asked.id)
+        name = "unknown" if asked is None else asked.id
+        self._cancelling.append(name)
+        try:
+            self.manager.cancel_request(name)
+        finally:
+            self._cancelling.remove(name)
 
     def _close_loop(self) -> None:
         self._draw.choice(self._loops).close()
@@ -328,9 +343,7 @@ class RequestsWorld(Operations):
         self._sim.tell("pause")
         with self.manager.pause():
             for _ in range(self._draw.choice((1, 2))):
-                self._attempt(
-                    self._draw.choice((lambda: self._request(waits=False), self._cancel))
-                )
+                self._attempt(self._draw.choice((lambda: self._request(waits=False), self._cancel)))
 
     def _call(self, name: str | None) -> None:
         """Run a forward pass of the model beside the manager's."""
@@ -375,10 +388,10 @@ class RequestsWorld(Operations):
         """Fail where a request passes one that has waited for long."""
         manager, hold = self.manager, self.manager._hold
 
-        def holding(request_id: str, adapter: Any) -> Any:
-            held = hold(request_id, adapter)
-            for other, since in manager._line._since.items():
-                if other == request_id:
+        def holding(request_id: str, adapter: Any, ids: list[int]) -> Any:
+            held = hold(request_id, adapter, ids)
+            for other, since in list(manager._line._since.items()):
+                if other == request_id or threading.get_ident() in manager._pausing:
                     break
                 if since is not None and self._sim.now - since > self.pass_s + SLACK_S:
                     self._sim.fail(f"request {request_id} gets a slot before {other} in the line")
@@ -446,9 +459,7 @@ class RequestsWorld(Operations):
                 return f"a call with {name} of {versions} and {prompt} gives token {token}"
         for asked in self._all:
             wanted = [self._tokens(asked, version) for version in sorted(asked.versions)]
-            given = [
-                list(each.generated_tokens) for each in asked.answers if each.error is None
-            ]
+            given = [list(each.generated_tokens) for each in asked.answers if each.error is None]
             if any(tokens not in wanted for tokens in given) or any(
                 all(tokens != each[: len(tokens)] for each in wanted) for tokens in asked.partial
             ):
