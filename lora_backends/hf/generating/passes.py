@@ -51,6 +51,9 @@ class Passes:
         Raises:
             AcceleratorError: the device is lost.
         """
+        # A prompt of one token that is about to be copied for further sequences has none to run yet.
+        if not any(request.query_length for request, _ in self._batch):
+            return
         try:
             run_pass()
         except _DEVICE_LOST:
@@ -71,7 +74,8 @@ class Passes:
                 words = {**options, "num_q_tokens": request.query_length}
                 self._prepare(inputs, requests_in_batch=[request], **words)
                 try:
-                    run_pass()
+                    if request.query_length:
+                        run_pass()
                 except _DEVICE_LOST:
                     raise
                 except Exception as alone:
