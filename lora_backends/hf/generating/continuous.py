@@ -32,11 +32,12 @@ from lora_backends.errors import (
     shown,
     told,
 )
+from lora_backends.hf.calls.alora import invocation_in
 from lora_backends.hf.calls.entries import ALLOWED, Entry, adapter_names, is_per_token
 from lora_backends.hf.calls.packed import RequestsCall, find_packed
 from lora_backends.hf.generating.batching_config import check_resolved, checked
 from lora_backends.hf.generating.line import Line
-from lora_backends.hf.generating.outputs import Outputs
+from lora_backends.hf.generating.outputs import Outputs, remove
 from lora_backends.hf.generating.paged import PagedModel, check_model, no_batching
 from lora_backends.hf.generating.passes import Passes
 from lora_backends.hf.generating.request_words import RequestWords, RowProcessors
@@ -56,6 +57,7 @@ class _Held:
 
     ids: list[int]  # of its prompt
     entry: Entry
+    start: int | None  # position from which the entry acts; None: nowhere
     slots: Mapping[str, int]  # name to slot of its adapters, which keep them
     hold: ExitStack
     remaining: int  # sequences that have not ended
@@ -223,8 +225,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             InvalidInputError: an unknown adapter, a wrong token, id or option, more tokens than
                 the cache or the model's positions hold, it was cancelled while it waited, no slot
                 will come free, or the manager has stopped.
-            UnsupportedInputError: entries per token, an adapter of a module that does not see the
-                tokens in their order, a blend as in a call, or an option that is not followed.
+            UnsupportedInputError: entries per token, an adapter with modules of its own or of a
+                module that does not see the tokens in their order, a blend as in a call or with an
+                aLoRA, or an option that is not followed.
         """
         # All checks run in the caller's thread: an error in the manager's ends all requests.
         ids = self._check_tokens(input_ids)
@@ -257,10 +260,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             # The thread may have ended since Transformers looked: nobody takes it from the queue.
             left = self._has_ended_thread and self._held.get(request_id) is held
         if added is None or left:
-            with self.input_queue.mutex:
-                others = [s for s in self.input_queue.queue if s.request_id != request_id]
-                self.input_queue.queue.clear()
-                self.input_queue.queue.extend(others)
+            remove(self.input_queue, lambda state: state.request_id == request_id)
             self._release([request_id])
             raise InvalidInputError(
                 f"request {request_id!r} comes too late: the manager has stopped"
@@ -301,6 +301,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             in_use = self._wrapped.pool.slots.in_use
             slots = hold.enter_context(in_use(adapter_names([adapter]), by="request"))
             self._packed.check_adapters(self._wrapped.pool, slots)
+            start = invocation_in(adapter, slots, self._wrapped.pool, ids)
             # A blend that cannot run is refused here, and not in the thread that runs all requests.
             self._packed.choices(self._wrapped, [adapter], slots)
             # The first lock: the output of an earlier request of this id must not come after it.
@@ -312,16 +313,12 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 if request_id in self._cancelled:
                     # That cancel was for an earlier request.
                     self.output_router.drop({request_id})
-                    with self.cancel_queue.mutex:
-                        others = [name for name in self.cancel_queue.queue if name != request_id]
-                        self.cancel_queue.queue.clear()
-                        self.cancel_queue.queue.extend(others)
+                    remove(self.cancel_queue, lambda name: name == request_id)
                     self._cancelled.discard(request_id)
                 # A copy: the caller may change a blend and pass it again.
                 entry = dict(adapter) if isinstance(adapter, Mapping) else adapter
-                held = _Held(
-                    ids, entry, slots, hold.pop_all(), self.num_return_sequences, self._written()
-                )
+                sequences, written = self.num_return_sequences, self._written()
+                held = _Held(ids, entry, start, slots, hold.pop_all(), sequences, written)
                 self._held[request_id] = held
                 return held
 
@@ -510,8 +507,16 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             if each.written is not None:
                 torch.cuda.current_stream(self._wrapped.backend.device).wait_event(each.written)
                 each.written = None
-        lengths = [future.query_length for future in batch]
-        return [(h.entry, h.slots, n) for h, n in zip(held, lengths, strict=True)]
+        packed: list[tuple[Entry, Mapping[str, int], int]] = []
+        for future, each in zip(batch, held, strict=True):
+            tokens = future.query_length
+            past = future.state.position_offset - tokens  # it counts this pass, too
+            before = tokens
+            if each.start is not None:
+                before = min(max(each.start - past, 0), tokens)
+            parts = (None, before), (each.entry, tokens - before)
+            packed += [(entry, each.slots, n) for entry, n in parts if n]
+        return packed
 
     def _written(self) -> Any:
         """Return an event of the caller's stream, where its adapters may just have been loaded.

@@ -51,7 +51,7 @@ class Passes:
         Raises:
             AcceleratorError: the device is lost.
         """
-        # A prompt of one token that is about to be copied for further sequences has none to run yet.
+        # A prompt of one token, of which further sequences are made, has no token to run yet.
         if not any(request.query_length for request, _ in self._batch):
             return
         try:

@@ -64,7 +64,7 @@ MUTANTS = {
         MANAGER, "_hold", "if request_id in self._held:", "if False:"
     ),
     "a cancel ends the next request of its id": Mutant(
-        MANAGER, "_hold", "self.cancel_queue.queue.clear()", "pass"
+        MANAGER, "_hold", "remove(self.cancel_queue, lambda name: name == request_id)", "pass"
     ),
     "an output of an earlier request comes late": Mutant(
         MANAGER, "_hold", "self.output_router.delivery, self._held_lock", "self._held_lock"

@@ -1,5 +1,6 @@
 """Requests that join and leave a batch: every one is answered as when it runs alone."""
 
+import dataclasses
 import sys
 import threading
 import time
@@ -518,6 +519,34 @@ def test_an_answer_that_came_with_the_end_of_the_thread_is_found(model, monkeypa
 
     monkeypatch.setattr(requests.output_router, "take", take_late)
     assert requests.collect([name])[name].generated_tokens == alone(model, [1, 2], "a")
+
+
+@pytest.mark.parametrize("tokens", [4, 32])
+def test_an_alora_acts_from_its_own_invocation_on(model, tokens):
+    """In prompts that are split, or not; the last place counts, and without one nothing acts."""
+    checkpoint = random_checkpoint(model.base, TARGETS, seed=5)
+    own = dataclasses.replace(checkpoint.own, invocation=(7, 8))
+    model.add_adapter("c", dataclasses.replace(checkpoint, own=own))
+    inputs = [
+        [7, 8, 1, 2, 3],
+        [1, 2, 3, 4, 5, 6, 7, 8],
+        [7, 8, 1, 2, 3, 7, 8, 9, 10],
+        [1, 2, 3, 7],
+        [8, 7],
+        [7, 8],
+    ]
+    entries = ["c", "c", {"c": 1.0}, "c", "a", "c"]
+    config = settings(max_batch_tokens=tokens)
+    with model.continuous_batching(continuous_batching_config=config) as requests:
+        with requests.pause():  # so that they share passes
+            names = requests.add_requests(inputs, adapters=entries)
+            with pytest.raises(UnsupportedInputError, match="part of a blend"):
+                requests.add_request([7, 8], adapter={"c": 0.5, "a": 0.5})
+        found = soon(requests.collect, names)
+    answers = [output.generated_tokens for output in found.values()]
+    assert answers == [alone(model, *pair) for pair in zip(inputs, entries, strict=True)]
+    assert answers[3] == alone(model, inputs[3], None)
+    assert answers[1] != alone(model, inputs[1], None)
 
 
 WRONG = {
