@@ -8,6 +8,7 @@ adapters, and takes 40 requests of several threads. Each answer is compared with
 for the same prompt, adapter and words alone.
 """
 
+import copy
 import random
 import sys
 import threading
@@ -81,7 +82,7 @@ class Manager:
     def __init__(self, seed: str) -> None:
         draw = random.Random(seed)
         torch.manual_seed(draw.randrange(2**31))
-        self.model, self._about = _model(draw)
+        self.model, self._alone_model, self._about = _models(draw)
         self.asked = [_request(draw) for _ in range(PER_MANAGER)]
         self._has_words = draw.random() < 0.5
         self._config = {
@@ -92,33 +93,35 @@ class Manager:
         }
         self._alone: dict[str, list[int]] = {}
 
-    def run(self) -> list[Ran]:
-        """Run all requests and judge them; those without an answer are hangs."""
-        requests = self.model.continuous_batching(
-            continuous_batching_config=settings(**self._config)
-        )
-        requests.start()
-        pool = ThreadPoolExecutor(THREADS)
-        futures = [pool.submit(self._serve, requests, dict(asked)) for asked in self.asked]
-        wait(futures, HANG_SECONDS)
-        is_done = [future.done() for future in futures]
-        requests.stop(hard_stop=True, timeout=HANG_SECONDS)
-        pool.shutdown(wait=False, cancel_futures=True)
-        # Only now: while requests hold all slots, `generate` finds none.
-        found = [
-            self._ended(future, asked) if done else Ran("hang", "no answer", [repr(asked)])
-            for future, asked, done in zip(futures, self.asked, is_done, strict=True)
+    def start(self) -> None:
+        """Begin to serve all requests."""
+        config = settings(**self._config)
+        self._requests = self.model.continuous_batching(continuous_batching_config=config)
+        self._requests.start()
+        self._pool = ThreadPoolExecutor(THREADS)
+        self._futures = [
+            self._pool.submit(self._serve, self._requests, asked) for asked in self.asked
         ]
-        left = [*requests._held, *self.model.pool.slots._holds]
-        if left and found[-1].fault is None:
-            found[-1] = found[-1]._replace(fault=f"held at the end: {left}")
+
+    def judged(self, number: int) -> Ran:
+        """Wait for the answer of one request, and judge it; the last one ends the manager."""
+        found = self._ended(self._futures[number], self.asked[number])
+        if number == PER_MANAGER - 1:
+            wait(self._futures, HANG_SECONDS)
+            self._requests.stop(timeout=HANG_SECONDS)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            left = [*self._requests._held, *self.model.pool.slots._holds]
+            if left and found.fault is None:
+                found = found._replace(fault=f"held at the end: {left}")
         return found
 
     def _ended(self, future: "Future[Any]", asked: dict[str, Any]) -> Ran:
         steps = [repr(self._about), repr(self._config), repr(asked)]
         wanted = asked["how"]
         try:
-            tokens = future.result()
+            tokens = future.result(HANG_SECONDS)
+        except TimeoutError:
+            return Ran("hang", f"no answer within {HANG_SECONDS:.0f} s", steps)
         except LoRABackendError as error:
             fault = fault_of_message(str(error))
             no_words = asked["words"] and not self._has_words
@@ -151,7 +154,7 @@ class Manager:
         if key not in self._alone:
             ids = torch.tensor([options["input_ids"]])
             ends = options.get("eos_token_id")
-            tokens = self.model.generate(
+            tokens = self._alone_model.generate(
                 adapters=[options.get("adapter")],
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -163,19 +166,23 @@ class Manager:
         return self._alone[key]
 
 
-def _model(draw: random.Random) -> tuple[MultiLoRAModel, str]:
+def _models(draw: random.Random) -> tuple[MultiLoRAModel, MultiLoRAModel, str]:
+    """Return a model with fewer slots than adapters, one with as many, and their kind."""
     kind = draw.choice(("llama", "qwen3", "gemma3", "mistral"))
     base = _base(kind)
     base.generation_config = transformers.GenerationConfig(
         max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     backend = draw.choice(("torch_ref", "numba_cpu"))
+    alone = MultiLoRAModel(copy.deepcopy(base).eval(), backend, len(ADAPTERS), max_rank=4)
     model = MultiLoRAModel(base.eval(), backend, SLOTS, max_rank=4)
     model.keep_adapters()
     for seed, name in enumerate(ADAPTERS):
         chosen = draw.sample(TARGETS, draw.randint(1, len(TARGETS)))
-        model.add_adapter(name, random_checkpoint(base, chosen, draw.randint(1, 4), seed, std=0.6))
-    return model, f"{kind}, {backend}"
+        checkpoint = random_checkpoint(base, chosen, draw.randint(1, 4), seed, std=0.6)
+        for each in (model, alone):
+            each.add_adapter(name, checkpoint)
+    return model, alone, f"{kind}, {backend}"
 
 
 def _base(kind: str) -> Any:
@@ -217,14 +224,15 @@ def _request(draw: random.Random) -> dict[str, Any]:
 @contextmanager
 def opened(seed: int) -> Iterator[RunCase]:
     """Yield a function that runs one case, with the others of its manager before it."""
-    kept: dict[int, list[Ran]] = {}
+    kept: dict[int, Manager] = {}
 
     def run(number: int) -> Ran:
         manager = number // PER_MANAGER
         if manager not in kept:
             kept.clear()
-            kept[manager] = Manager(f"{seed}/{manager}").run()
-        return kept[manager][number % PER_MANAGER]
+            kept[manager] = Manager(f"{seed}/{manager}")
+            kept[manager].start()
+        return kept[manager].judged(number % PER_MANAGER)
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     with warnings.catch_warnings():

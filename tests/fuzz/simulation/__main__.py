@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from ..running import Ran, RunCase, main
 from .runs import run
 
-
 WORLD = "requests" if sys.argv[1:2] == ["requests"] else "pool"
 
 
