@@ -27,7 +27,6 @@ PLANTED = (
 REQUESTS_RUNS = 5
 REQUESTS_PLANTED = (
     "a slot is freed with the first token",
-    "a cancelled request keeps its slot",
     "an answer goes to the callback and into the queue",
     "a pass has the adapters of the pass before",
     "a failed pass ends all of its requests",
@@ -35,7 +34,6 @@ REQUESTS_PLANTED = (
     "a pass runs again at later positions",
     "the failure of a pass is read as an answer",
     "a failed request raises an error without a type",
-    "a stream of a cancelled request has no end",
 )
 """Of requests_mutants.py, those that the first runs find."""
 
