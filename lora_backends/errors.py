@@ -38,6 +38,10 @@ class UnknownBackendError(BackendUnavailableError, InvalidInputError):
     """No backend of that name is registered: given as an argument or in a configuration."""
 
 
+class RequestFailedError(LoRABackendError, RuntimeError):
+    """A request of continuous batching has no answer: it failed, or no thread runs it."""
+
+
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest allowed word, or an empty string."""
     words = list(allowed)

@@ -288,7 +288,7 @@ class Answer:
                 raise refused(503, "the model's thread has ended") from None
             if output.error is not None:
                 self.ended = True
-                raise refused(503, f"the model's thread failed: {output.error}")
+                raise refused(503, f"the request failed: {output.error}")
             return output
 
     async def whole(self) -> dict[str, Any]:

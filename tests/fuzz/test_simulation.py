@@ -24,6 +24,20 @@ PLANTED = (
 """Of mutants.py, those that the first runs find."""
 
 
+REQUESTS_RUNS = 5
+REQUESTS_PLANTED = (
+    "a slot is freed with the first token",
+    "an answer goes to the callback and into the queue",
+    "a pass has the adapters of the pass before",
+    "a failed pass ends all of its requests",
+    "a failed pass ends the manager",
+    "a pass runs again at later positions",
+    "the failure of a pass is read as an answer",
+    "a failed request raises an error without a type",
+)
+"""Of requests_mutants.py, those that the first runs find."""
+
+
 def printed_by(*arguments):
     environment = os.environ | {"PYTHONHASHSEED": "0"}  # the order of sets is a part of a run
     done = subprocess.run(
@@ -35,10 +49,15 @@ def printed_by(*arguments):
 
 def test_some_runs_hold_and_each_is_the_same_again():
     code = f"""
+import logging
 from tests.fuzz.simulation.runs import run
 found = [run(number) for number in range({RUNS})]
 assert not [one.failure for one in found if one.failure], found
 assert run(0).digest == found[0].digest
+logging.disable()
+asked = [run(number, world="requests") for number in range({REQUESTS_RUNS})]
+assert not [one.failure for one in asked if one.failure], asked
+assert run(0, world="requests").digest == asked[0].digest
 print(sum(one.turns for one in found))
 """
     assert int(printed_by("-c", code)) > 1000
@@ -46,11 +65,18 @@ print(sum(one.turns for one in found))
 
 def test_planted_bugs_are_found():
     code = f"""
+import logging
 from tests.fuzz.simulation.mutants import MUTANTS, planted
+from tests.fuzz.simulation.requests_mutants import MUTANTS as REQUESTS_MUTANTS
 from tests.fuzz.simulation.runs import run
 for name in {PLANTED}:
     with planted(MUTANTS[name]):
         if not any(run(number).failure for number in range({RUNS})):
+            print("not found:", name)
+logging.disable()
+for name in {REQUESTS_PLANTED}:
+    with planted(REQUESTS_MUTANTS[name]):
+        if not any(run(n, world="requests").failure for n in range({REQUESTS_RUNS})):
             print("not found:", name)
 """
     assert printed_by("-c", code) == ""

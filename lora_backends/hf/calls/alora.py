@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lora_backends.adapters import AdapterPool
-from lora_backends.errors import UnsupportedInputError
+from lora_backends.errors import UnsupportedInputError, shown
 from lora_backends.hf.calls.cache import past_tokens
-from lora_backends.hf.calls.entries import RowAdapters
+from lora_backends.hf.calls.entries import Entry, RowAdapters
 from lora_backends.hf.replacements.modules import Invocation
 
 
@@ -72,6 +72,33 @@ def invoked(
     return rows
 
 
+def invocation_in(
+    entry: Entry, slots: Mapping[str, int], pool: AdapterPool, ids: Sequence[int]
+) -> int | None:
+    """Return the first position of a prompt on which an entry acts; None: it acts nowhere.
+
+    Args:
+        entry: of the request.
+        slots: name to slot of its adapters.
+        pool: of the adapters.
+        ids: of its prompt.
+
+    Raises:
+        UnsupportedInputError: a blend with an adapter that has to be invoked.
+    """
+    invocations = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
+    for name, invocation in invocations.items():
+        if not isinstance(invocation, Invocation):
+            continue
+        if _alone(entry) != name:
+            raise UnsupportedInputError(
+                f"adapter {name!r} acts from its invocation tokens on (aLoRA), and is part of a "
+                f"blend\n  given: {shown(entry)}\n  allowed: its name alone, without a strength"
+            )
+        return _last_place(list(ids), list(invocation.tokens))
+    return 0
+
+
 def _alone(entry: RowAdapters) -> RowAdapters:
     """Return the name that a blend of one adapter with strength 1 means."""
     if isinstance(entry, Mapping) and len(entry) == 1:
@@ -81,7 +108,13 @@ def _alone(entry: RowAdapters) -> RowAdapters:
 
 
 def _from_invocation(name: str, ids: list[int], tokens: list[int]) -> RowAdapters:
-    for start in range(len(ids) - len(tokens), -1, -1):
-        if ids[start : start + len(tokens)] == tokens:
-            return [None] * start + [name] * (len(ids) - start)  # no name: a cache may go before
-    return None
+    start = _last_place(ids, tokens)
+    if start is None:
+        return None  # no name: a cache may go before
+    return [None] * start + [name] * (len(ids) - start)
+
+
+def _last_place(ids: list[int], tokens: list[int]) -> int | None:
+    """Return the last place of an invocation in a prompt; None: it is not there."""
+    places = range(len(ids) - len(tokens), -1, -1)
+    return next((i for i in places if ids[i : i + len(tokens)] == tokens), None)

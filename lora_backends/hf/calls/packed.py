@@ -23,7 +23,8 @@ _LENGTH, _KEPT = 5, (1, 3)
 """Tokens of the trial pass, and the positions whose logits it asks for."""
 
 Packed = Sequence[tuple[Entry, Mapping[str, int], int]]
-"""Of each request, in order: its entry, the slots of its adapters by name, its tokens."""
+"""Of each request, in order: its entry, the slots of its adapters by name, its tokens. An aLoRA is
+in two parts: without an entry before its invocation."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,13 @@ class PackedModules:
             UnsupportedInputError: there are some.
         """
         for name, slot in slots.items():
-            if pool.own_modules(slot):
+            if pool.own_modules(slot).keys() - {""}:  # an invocation takes no module's place
                 raise UnsupportedInputError(
                     f"adapter {name!r} has modules of its own, which no request can use\n"
-                    f"  allowed: adapters of LoRA alone\n  to do: call generate() for these rows"
+                    f"  allowed: adapters of LoRA alone, aLoRA among them\n"
+                    f"  to do: call generate() for these rows"
                 )
-            others = sorted({*pool.modules_of(slot)} - self.of_tokens - self.of_logits)
+            others = sorted({*pool.modules_of(slot)} - {""} - self.of_tokens - self.of_logits)
             if others:
                 raise UnsupportedInputError(
                     f"adapter {name!r} touches modules that do not see the tokens of a row in "

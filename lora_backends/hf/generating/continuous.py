@@ -22,20 +22,24 @@ from typing import Any, Self
 import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import RequestState
 
 from lora_backends.errors import (
     InvalidInputError,
     LoRABackendError,
+    RequestFailedError,
     UnsupportedInputError,
     shown,
     told,
 )
+from lora_backends.hf.calls.alora import invocation_in
 from lora_backends.hf.calls.entries import ALLOWED, Entry, adapter_names, is_per_token
 from lora_backends.hf.calls.packed import RequestsCall, find_packed
 from lora_backends.hf.generating.batching_config import check_resolved, checked
 from lora_backends.hf.generating.line import Line
-from lora_backends.hf.generating.outputs import Outputs
+from lora_backends.hf.generating.outputs import Outputs, remove
 from lora_backends.hf.generating.paged import PagedModel, check_model, no_batching
+from lora_backends.hf.generating.passes import Passes
 from lora_backends.hf.generating.request_words import RequestWords, RowProcessors
 from lora_backends.hf.layout.sites import vocabulary_of
 from lora_backends.hf.wrapped import WrappedModel
@@ -51,7 +55,9 @@ DELIVERY = ("streaming", "record_timestamps")
 class _Held:
     """One request, until it has ended."""
 
+    ids: list[int]  # of its prompt
     entry: Entry
+    start: int | None  # position from which the entry acts; None: nowhere
     slots: Mapping[str, int]  # name to slot of its adapters, which keep them
     hold: ExitStack
     remaining: int  # sequences that have not ended
@@ -101,6 +107,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         self._pausing: set[int] = set()  # threads inside of pause()
         self._attention = ExitStack()  # open while the thread needs another attention
         self._cancelled: set[str] = set()
+        self._has_ended_thread = False  # since the last start
         self._numbers = count()
         self._vocabulary = vocabulary_of(base)
         call = RequestsCall(wrapped, self._packed, self._entries_of_batch)
@@ -138,6 +145,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 attention.enter_context(self._wrapped.hooked.in_use())
                 attention.enter_context(self._wrapped.attention.paged(name))
                 self._attention = attention.pop_all()
+        self._has_ended_thread = False
         try:
             super().start()
         except BaseException:
@@ -150,11 +158,31 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         finally:
             # Not in `stop`, because an error may have ended the thread.
             self._attention.close()
+            with self._held_lock:
+                self._has_ended_thread = True
+            self._fail_left()
+
+    def _fail_left(self) -> None:
+        """End the requests that no thread will run: Transformers drops some when it stops."""
+        with self._held_lock:
+            left = {name: held for name, held in self._held.items() if not held.is_coming}
+        error = RequestFailedError("the manager has stopped before this request ended")
+        for name, held in left.items():
+            self.output_router.fail_and_deliver(RequestState(name, list(held.ids)), error)
+            self._release([name])
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause between two passes, as Transformers' own."""
-        with super().pause(), ExitStack() as end:
+        """Pause between two passes, as Transformers' own.
+
+        Raises:
+            RequestFailedError: no thread runs the requests.
+        """
+        with ExitStack() as end:
+            try:
+                end.enter_context(super().pause())
+            except RuntimeError as error:
+                raise RequestFailedError(f"{error}{self._reason()}") from error
             end.callback(self._pausing.discard, threading.get_ident())
             self._pausing.add(threading.get_ident())
             yield
@@ -197,8 +225,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             InvalidInputError: an unknown adapter, a wrong token, id or option, more tokens than
                 the cache or the model's positions hold, it was cancelled while it waited, no slot
                 will come free, or the manager has stopped.
-            UnsupportedInputError: entries per token, an adapter of a module that does not see the
-                tokens in their order, a blend as in a call, or an option that is not followed.
+            UnsupportedInputError: entries per token, an adapter with modules of its own or of a
+                module that does not see the tokens in their order, a blend as in a call or with an
+                aLoRA, or an option that is not followed.
         """
         # All checks run in the caller's thread: an error in the manager's ends all requests.
         ids = self._check_tokens(input_ids)
@@ -213,7 +242,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 f"request_id is {shown(request_id)}\n  allowed: a str without {CHILD!r}, or None"
             )
         # Before the queue: the thread may take the request at once.
-        held = self._hold_in_line(request_id, adapter)
+        held = self._hold_in_line(request_id, adapter, ids)
         held.processors = asked.processors
         try:
             added = super().add_request(
@@ -226,13 +255,17 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                     "the queue was full for 10 s\n  to do: raise max_queue_size, or add it later"
                 ) from error
             raise
-        if added is None:
+        with self._held_lock:
+            held.is_coming = False
+            # The thread may have ended since Transformers looked: nobody takes it from the queue.
+            left = self._has_ended_thread and self._held.get(request_id) is held
+        if added is None or left:
+            remove(self.input_queue, lambda state: state.request_id == request_id)
             self._release([request_id])
             raise InvalidInputError(
                 f"request {request_id!r} comes too late: the manager has stopped"
                 f"{self._reason()}\n  to do: start another one"
             )
-        held.is_coming = False
         return request_id
 
     @property
@@ -240,7 +273,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         """Requests that wait for a slot of the pool."""
         return len(self._line)
 
-    def _hold_in_line(self, request_id: str, adapter: Entry) -> _Held:
+    def _hold_in_line(self, request_id: str, adapter: Entry, ids: list[int]) -> _Held:
         """Keep the adapters of a request in their slots, once there are some for them."""
         if is_per_token(adapter):
             raise UnsupportedInputError(
@@ -250,16 +283,17 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             request_id,
             adapter_names([adapter]),
             self._wrapped.pool.slots,
-            lambda: self._hold(request_id, adapter),
+            lambda: self._hold(request_id, adapter, ids),
             self._may_free,
+            # In its own pause it would wait for ever, also behind others.
+            may_wait=threading.get_ident() not in self._pausing,
         )
 
     def _may_free(self) -> bool:
         """Return whether a request runs that will free a slot."""
-        runs = self.is_running() and threading.get_ident() not in self._pausing
-        return runs and any(held.slots for held in list(self._held.values()))
+        return self.is_running() and any(held.slots for held in list(self._held.values()))
 
-    def _hold(self, request_id: str, adapter: Entry) -> _Held:
+    def _hold(self, request_id: str, adapter: Entry, ids: list[int]) -> _Held:
         """Keep the adapters of a request in their slots, or refuse it."""
         with ExitStack() as hold:
             # First: a model that was detached has a pool without adapters, whose error misleads.
@@ -267,22 +301,24 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             in_use = self._wrapped.pool.slots.in_use
             slots = hold.enter_context(in_use(adapter_names([adapter]), by="request"))
             self._packed.check_adapters(self._wrapped.pool, slots)
+            start = invocation_in(adapter, slots, self._wrapped.pool, ids)
             # A blend that cannot run is refused here, and not in the thread that runs all requests.
             self._packed.choices(self._wrapped, [adapter], slots)
-            with self._held_lock:
+            # The first lock: the output of an earlier request of this id must not come after it.
+            with self.output_router.delivery, self._held_lock:
                 if request_id in self._held:
                     raise InvalidInputError(
                         f"a request {request_id!r} is running\n  to do: give each its own id"
                     )
                 if request_id in self._cancelled:
-                    self.output_router.drop({request_id})  # that cancel was for an earlier request
-                    if request_id not in self.cancel_queue.queue:
-                        self._cancelled.discard(request_id)
+                    # That cancel was for an earlier request.
+                    self.output_router.drop({request_id})
+                    remove(self.cancel_queue, lambda name: name == request_id)
+                    self._cancelled.discard(request_id)
                 # A copy: the caller may change a blend and pass it again.
                 entry = dict(adapter) if isinstance(adapter, Mapping) else adapter
-                held = _Held(
-                    entry, slots, hold.pop_all(), self.num_return_sequences, self._written()
-                )
+                sequences, written = self.num_return_sequences, self._written()
+                held = _Held(ids, entry, start, slots, hold.pop_all(), sequences, written)
                 self._held[request_id] = held
                 return held
 
@@ -326,7 +362,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         super().stop(*args, **options)
         # Only then: a thread that still runs uses the adapters.
         if not self.is_running():
-            self._release(list(self._held))
+            self._fail_left()
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], object]) -> None:
         """Let the event loop that runs now call `callback` with each output of a request.
@@ -359,13 +395,30 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         names = None if request_id is None else [request_id]
         return self.output_router.take(names, timeout, self.is_running)
 
+    def request_id_iter(self, request_id: str) -> Iterator[Any]:
+        """Yield each output of a request, up to its last.
+
+        Raises:
+            InvalidInputError: it has no output to come, e.g. it was cancelled.
+            RequestFailedError: no thread runs it.
+        """
+        while True:
+            output = self.output_router.take([request_id], 0.1, self.is_running)
+            if output is None:
+                self._check_coming([request_id])
+                continue
+            yield output
+            if output.is_finished():
+                return
+
     def collect(self, names: Iterable[str]) -> dict[str, Any]:
         """Wait for requests and return their outputs by id, in the order of `names`.
 
         Raises:
             InvalidInputError: a request has no output to come: it was cancelled, something else
                 took its output, or it was never added.
-            RuntimeError: a request failed, or no thread runs them: none was started, or it ended.
+            RequestFailedError: a request failed, or no thread runs them: none was started, or it
+                ended.
         """
         children = range(self.num_return_sequences - 1)
         wanted = [[*(f"{name}{CHILD}{i}" for i in children), name] for name in names]
@@ -376,20 +429,22 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             if output is None:
                 self._check_coming(missing)
             elif output.error is not None:
-                raise RuntimeError(f"request {output.request_id!r} failed: {output.error}")
+                raise RequestFailedError(f"request {output.request_id!r} failed: {output.error}")
             elif output.is_finished():
                 outputs[output.request_id] = output
         return {name: outputs[name] for name in ids}
 
     def _check_coming(self, names: Sequence[str]) -> None:
         """Refuse to wait for requests that will have no output."""
-        if not self.is_running():
-            raise RuntimeError(f"no thread runs the requests{self._reason()}")
+        runs = self.is_running()  # read first: the last outputs come before the thread's end
         outputs = self.output_router.output_queue
         # Both locks: an output is either not ended yet, or in the queue.
         with self.output_router.delivery, outputs.mutex:
             there = {output.request_id for output in outputs.queue}
-            gone = [name for name in names if name not in there and self._has_ended(name)]
+            missing = [name for name in names if name not in there]
+            gone = [name for name in missing if self._has_ended(name)]
+        if missing and not runs:
+            raise RequestFailedError(f"no thread runs the requests{self._reason()}")
         if gone:
             raise InvalidInputError(
                 f"request {gone[0]!r} has no output to come\n"
@@ -418,6 +473,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         Its scheduler clears cancelled requests before each pass, and while nothing runs.
         """
         processor = super()._create_batch_processor()
+        self._passes = Passes(processor)
         scheduler = processor.scheduler
         clear = type(scheduler).clear_cancelled_requests  # the instance's may be wrapped already
 
@@ -428,6 +484,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
         scheduler.clear_cancelled_requests = clearing
         return processor
+
+    def _generation_step(self) -> None:
+        self._passes.run(super()._generation_step)
 
     def _free_cancelled(self) -> None:
         with self._held_lock:
@@ -448,8 +507,16 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             if each.written is not None:
                 torch.cuda.current_stream(self._wrapped.backend.device).wait_event(each.written)
                 each.written = None
-        lengths = [future.query_length for future in batch]
-        return [(h.entry, h.slots, n) for h, n in zip(held, lengths, strict=True)]
+        packed: list[tuple[Entry, Mapping[str, int], int]] = []
+        for future, each in zip(batch, held, strict=True):
+            tokens = future.query_length
+            past = future.state.position_offset - tokens  # it counts this pass, too
+            before = tokens
+            if each.start is not None:
+                before = min(max(each.start - past, 0), tokens)
+            parts = (None, before), (each.entry, tokens - before)
+            packed += [(entry, each.slots, n) for entry, n in parts if n]
+        return packed
 
     def _written(self) -> Any:
         """Return an event of the caller's stream, where its adapters may just have been loaded.

@@ -55,6 +55,7 @@ class Line:
         slots: SlotTable,
         attempt: Callable[[], T],
         may_free: Callable[[], bool],
+        may_wait: bool = True,
     ) -> T:
         """Return `attempt()`, repeated until it finds its slots.
 
@@ -64,6 +65,7 @@ class Line:
             slots: of the pool.
             attempt: takes the slots, or raises NoFreeSlotError.
             may_free: returns whether a slot can still become free.
+            may_wait: False makes one attempt, before those who wait.
 
         Raises:
             NoFreeSlotError: no slot can become free.
@@ -79,11 +81,11 @@ class Line:
             while True:
                 with self._changed:
                     seen = self._changes
-                if self._is_turn(request_id, names, slots):
+                if not may_wait or self._is_turn(request_id, names, slots):
                     try:
                         return attempt()
                     except NoFreeSlotError:
-                        if len(names) > slots.num_slots or not may_free():
+                        if not may_wait or len(names) > slots.num_slots or not may_free():
                             raise
                     self._since[request_id] = self._since[request_id] or time.monotonic()
                 with self._changed:

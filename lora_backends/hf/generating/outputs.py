@@ -14,6 +14,14 @@ LOOK_S = 0.01
 that of another request."""
 
 
+def remove(items: Any, is_removed: Callable[[Any], bool]) -> None:
+    """Take items out of a queue that other threads use."""
+    with items.mutex:
+        others = [item for item in items.queue if not is_removed(item)]
+        items.queue.clear()
+        items.queue.extend(others)
+
+
 class Outputs(OutputRouter):  # type: ignore[misc]  # has no types
     """Transformers' router, with a call of the event loop for each output.
 
@@ -78,11 +86,7 @@ class Outputs(OutputRouter):  # type: ignore[misc]  # has no types
 
     def drop(self, ids: Container[str]) -> None:
         """Remove the outputs of cancelled requests from the queue: no caller waits for them."""
-        outputs = self.output_queue
-        with outputs.mutex:
-            others = [output for output in outputs.queue if output.request_id not in ids]
-            outputs.queue.clear()
-            outputs.queue.extend(others)
+        remove(self.output_queue, lambda output: output.request_id in ids)
 
     def _route(self, output: Any) -> None:
         name = output.request_id

@@ -3,13 +3,15 @@
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .adapters import CONFIG, WEIGHTS, files_of
+from .adapters import CONFIG, WEIGHTS
 from .threads import Simulation
+
+FilesOf = Callable[[str, int], dict[str, bytes]]  # of a name and a version: contents by file
 
 GRAIN = 0.004
 """Seconds between two times that a file can have: Linux writes the time of its last timer tick."""
@@ -24,10 +26,11 @@ class Disk:
     Args:
         simulation: that runs.
         root: a real folder, where the files are.
+        files_of: returns the files of a version.
     """
 
-    def __init__(self, simulation: Simulation, root: Path) -> None:
-        self._sim, self.root = simulation, root
+    def __init__(self, simulation: Simulation, root: Path, files_of: FilesOf) -> None:
+        self._sim, self.root, self._files_of = simulation, root, files_of
         self._stats: dict[str, tuple[int, int]] = {}  # path to its time in ns and its inode
         self._next: dict[str, int] = {}  # name to its newest version
         self.versions: dict[str, int | None] = {}  # name to the version of its files, if whole
@@ -48,7 +51,7 @@ class Disk:
         folder = self.folder(name)
         folder.mkdir(exist_ok=True)
         self._begin_write(name, version)
-        for file, content in files_of(name, version).items():
+        for file, content in self._files_of(name, version).items():
             path = folder / file
             if how == "moved":
                 self._put(path, content, new=True)
@@ -98,7 +101,7 @@ class Disk:
             and self._sim.draw.random() < TEARS
         ):
             new = self.new_version(name)
-            written = files_of(name, new)[WEIGHTS]
+            written = self._files_of(name, new)[WEIGHTS]
             if len(written) == len(content):
                 self._begin_write(name, new)
                 self._put(path, written)

@@ -128,8 +128,11 @@ def planted(mutant: Mutant) -> Iterator[None]:
     original = inspect.unwrap(vars(mutant.owner)[mutant.name])
     text = textwrap.dedent(inspect.getsource(original))
     assert text.count(textwrap.dedent(mutant.old)) == 1, f"{mutant.name} has not {mutant.old!r}"
+    text = text.replace(mutant.old, mutant.new)
+    # Outside of its class a method has no such call without arguments.
+    text = text.replace("super().", f"super({mutant.owner.__name__}, self).")
     # Compiled under its own file's name, because the simulation preempts lines of named files.
-    code = compile(text.replace(mutant.old, mutant.new), original.__code__.co_filename, "exec")
+    code = compile(text, original.__code__.co_filename, "exec")
     made: dict[str, Any] = {}
     exec(code, original.__globals__, made)
     with replaced((mutant.owner, mutant.name, made[mutant.name])):

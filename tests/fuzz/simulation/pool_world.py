@@ -1,11 +1,8 @@
 """Calls, loads, updates, prefetches and changes of files, on one pool and its store."""
 
 import functools
-import gc
 import tempfile
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,16 +12,11 @@ from lora_backends.errors import LoRABackendError
 from lora_backends.hf.loading import ModelAdapters
 
 from . import adapters
-from .disk import Disk
-from .threads import Interrupt, Simulation
+from .operations import NAMES, VERSIONS, InjectedError, Operations
+from .threads import Simulation
 
-NAMES, VERSIONS = [f"a{i}" for i in range(5)], 16
 OPERATIONS = 8  # of each thread
 WRITE_ERRORS = 0.02
-
-
-class InjectedError(RuntimeError):
-    """A write that fails, as on a lost device."""
 
 
 @functools.cache
@@ -40,77 +32,7 @@ def checkpoints() -> dict[tuple[str, int], Checkpoint]:
         }
 
 
-@dataclass(eq=False)
-class Change:
-    """A running operation that gives a name another adapter."""
-
-    name: str
-    versions: set[int]  # it gives one of them
-    from_files: bool  # whether it reads the files, which may change meanwhile
-    begun: int  # time of its start
-
-
-class Expected:
-    """The versions of each adapter that a row may get after the operations so far.
-
-    An operation that has succeeded rules out the versions that were offered before it began,
-    except those of operations that run at the same time.
-    """
-
-    def __init__(self) -> None:
-        self._offered: dict[str, dict[int, int]] = {name: {} for name in NAMES}  # version to when
-        self._changes: list[Change] = []
-        self._calls: list[dict[str, set[int]]] = []
-        self._count = 0
-
-    def offer(self, name: str, version: int) -> None:
-        """Allow a version from now on, also in running calls."""
-        self._count += 1
-        self._offered[name][version] = self._count
-        for allowed in self._calls:
-            allowed[name].add(version)
-
-    def write(self, name: str, version: int) -> None:
-        """Record that some files of a name have a version from now on."""
-        self.offer(name, version)
-        for change in self._changes:
-            if change.name == name and change.from_files:
-                change.versions.add(version)
-
-    def open(self) -> dict[str, set[int]]:
-        """Return the versions that a new call may get, kept up to date until `close`."""
-        allowed = {name: set(versions) for name, versions in self._offered.items()}
-        self._calls.append(allowed)
-        return allowed
-
-    def close(self, allowed: dict[str, set[int]]) -> None:
-        self._calls = [each for each in self._calls if each is not allowed]
-
-    def begin(self, name: str, version: int | None, from_files: bool) -> Change:
-        """Begin to give a name a version, or that of its files."""
-        change = Change(name, set() if version is None else {version}, from_files, self._count)
-        self._changes.append(change)
-        for each in change.versions:
-            self.offer(name, each)
-        return change
-
-    def end(self, change: Change, outcome: str) -> None:
-        """Record how a change has ended."""
-        self._changes.remove(change)
-        name = change.name
-        if outcome == "done":
-            for version in change.versions:
-                self.offer(name, version)
-            running = {v for each in self._changes if each.name == name for v in each.versions}
-            offered = self._offered[name].items()
-            kept = {v: count for v, count in offered if count > change.begun or v in running}
-            self._offered[name] = kept
-        elif outcome != "interrupted" and not change.from_files:
-            for version in change.versions:
-                del self._offered[name][version]
-
-
-class PoolWorld:
+class PoolWorld(Operations):
     """The threads of one run, and the invariants.
 
     Args:
@@ -119,14 +41,7 @@ class PoolWorld:
     """
 
     def __init__(self, simulation: Simulation, root: Path) -> None:
-        self._sim, self._draw = simulation, simulation.draw
-        self.disk = Disk(simulation, root)
-        self._pins: Counter[str] = Counter()  # lower bounds, from operations that have ended
-        self._unsure: set[str] = set()  # names whose pins an interrupt or a failure left open
-        self._updated: list[str] = []  # names of updates that run
-        self._expected = Expected()
-        self.disk.on_write = self._expected.write
-        self._is_faulty = True
+        super().__init__(simulation, root, adapters.files_of, checkpoints())
 
     def run(self) -> None:
         """Make a pool, use it from several threads, and check what is left."""
@@ -160,24 +75,6 @@ class PoolWorld:
         for _ in range(OPERATIONS):
             self._attempt(self._any_operation())
         self._left -= 1
-
-    def _attempt(self, operation: Callable[[], None], interrupt_after: int | None = None) -> None:
-        """Run an operation, which may be refused, interrupted, or end with an injected failure."""
-        try:
-            if interrupt_after is not None:
-                self._sim.interrupt_after(interrupt_after)
-            operation()
-            self._sim.seen.add("done")
-        except LoRABackendError:
-            self._sim.seen.add("refused")
-        except InjectedError:
-            self._sim.seen.add("failed write")
-        except Interrupt:
-            pass
-        finally:
-            if interrupt_after is not None:
-                self._sim.interrupt_no_more()
-                gc.collect()  # an interrupted block exits when its frame is freed
 
     def _any_operation(self) -> Callable[[], None]:
         draw, names = self._draw, self._draw.sample(NAMES, self._draw.choice((1, 1, 2)))
@@ -226,96 +123,6 @@ class PoolWorld:
         with self.pool.slots.in_use(names, by=self._draw.choice(("prepared", "request"))):
             for _ in range(self._draw.choice((1, 2, 3))):
                 self._attempt(self._any_operation())
-
-    def _prefetch(self, names: list[str]) -> None:
-        if self.store is not None:
-            self._sim.tell(f"prefetch {names}")
-            self.store.prefetch(names)
-
-    def _load(self, name: str) -> None:
-        replaces = self._draw.random() < 0.7
-        self._change(
-            "load",
-            name,
-            None,
-            lambda: self._model.load_adapter(
-                name, self.disk.folder(name), replace_existing=replaces
-            ),
-        )
-
-    def _give(self, name: str, how: str) -> None:
-        version = self.disk.new_version(name)
-        if version >= VERSIONS - 2:
-            return
-        adapter = checkpoints()[name, version]
-        if how == "add":
-            self._change("add", name, version, lambda: self._model.add_adapter(name, adapter))
-        else:
-            timeout = self._draw.choice((0.0, 0.01))
-            self._updated.append(name)
-            try:
-                self._change(
-                    "update",
-                    name,
-                    version,
-                    lambda: self._model.update_adapter(name, adapter, timeout_s=timeout),
-                )
-            finally:
-                self._updated.remove(name)
-
-    def _unload(self, name: str) -> None:
-        self._change("unload", name, None, lambda: self._model.unload_adapter(name))
-
-    def _change(
-        self, what: str, name: str, given: int | None, operation: Callable[[], object]
-    ) -> None:
-        version = self.disk.newest.get(name) if given is None else given
-        told = f"{what} {name}{'' if version is None else f' version {version}'}"
-        self._sim.tell(told)
-        change, outcome = self._expected.begin(name, version, given is None), "interrupted"
-        try:
-            operation()
-            outcome = "done"
-        except (LoRABackendError, InjectedError) as error:
-            outcome = "refused" if isinstance(error, LoRABackendError) else "failed"
-            raise
-        finally:
-            self._expected.end(change, outcome)
-            self._sim.tell(f"{told}: {outcome}")
-
-    def _pin(self, name: str) -> None:
-        try:
-            self._model.pin_adapter(name)
-        except Interrupt:
-            self._unsure.add(name)
-            raise
-        self._pins[name] += 1
-        try:
-            if self._draw.random() < 0.3:
-                self._attempt(lambda: self._pin(name))
-            self._attempt(self._any_operation())
-        except Interrupt:  # the pin stays
-            self._unsure.add(name)
-            raise
-        finally:
-            self._pins[name] -= 1
-        try:
-            self._model.unpin_adapter(name)
-        except BaseException as error:
-            if not isinstance(error, Interrupt) and name not in self._unsure:
-                self._sim.fail(f"a pin of {name} is lost: {error}")
-            self._unsure.add(name)
-            raise
-
-    def _write_files(self, name: str) -> None:
-        how = self._draw.choice(("moved", "moved", "in place", "cut off", "removed"))
-        self._sim.tell(f"files of {name}: {how}")
-        if how == "removed":
-            self.disk.remove(name)
-            return
-        version = self.disk.new_version(name)
-        if version < VERSIONS - 2:
-            self.disk.save(name, version, how)
 
     def _look(self) -> None:
         if self.store is not None and not set(self.store.names()) >= set(self.store.kept()):

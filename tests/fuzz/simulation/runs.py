@@ -11,20 +11,41 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import transformers.generation.continuous_batching.continuous_api as continuous_api
+import transformers.generation.continuous_batching.scheduler as scheduler
+import transformers.generation.continuous_batching.utils as utils
+
 import lora_backends.adapters.files.folders as folders
 import lora_backends.adapters.pool.pool as pool
 import lora_backends.adapters.pool.slots as slots
 import lora_backends.adapters.pool.store as store
 import lora_backends.adapters.pool.uninterrupted as uninterrupted
 import lora_backends.common.files as files
+import lora_backends.hf.calls.attention as attention
+import lora_backends.hf.generating.continuous as continuous
+import lora_backends.hf.generating.line as line
+import lora_backends.hf.generating.outputs as outputs
+import lora_backends.hf.hooks.installed as installed
+import lora_backends.hf.replacements.modules as modules
 from lora_backends.adapters.pool.stacks import ModuleStacks
 
-from . import primitives
+from . import primitives, tiny_model
 from .pool_world import PoolWorld, checkpoints, failing
+from .requests_world import RequestsWorld
 from .threads import Simulation
 
 TICK_S = folders.TICK_S or 0.01  # the tests set it to 0
-PREEMPTED = tuple(f"adapters/pool/{name}.py" for name in ("pool", "slots", "store"))
+POOL_FILES = tuple(f"adapters/pool/{name}.py" for name in ("pool", "slots", "store"))
+REQUEST_FILES = (
+    "adapters/pool/slots.py",
+    *(f"hf/generating/{name}.py" for name in ("continuous", "line", "outputs", "passes")),
+    "continuous_batching/continuous_api.py",
+)
+WORLDS: dict[str, Any] = {
+    "pool": (PoolWorld, POOL_FILES, 200_000),
+    "requests": (RequestsWorld, REQUEST_FILES, 60_000),
+}
+"""Name to class, files between whose lines threads change, and the most turns of a run."""
 
 
 class Found(NamedTuple):
@@ -36,10 +57,12 @@ class Found(NamedTuple):
     seen: set[str]
 
 
-def run(number: int, seed: int = 0) -> Found:
-    """Run the simulation with a number as its seed."""
-    checkpoints()
-    sim = Simulation(seed * 1_000_003 + number, PREEMPTED)
+def run(number: int, seed: int = 0, world: str = "pool") -> Found:
+    """Run a world of the simulation with a number as its seed."""
+    made, files, most_turns = WORLDS[world]
+    prepared = {"pool": checkpoints, "requests": tiny_model.checkpoints}[world]
+    prepared()
+    sim = Simulation(seed * 1_000_003 + number, files, most_turns)
     collects = gc.isenabled()
     gc.disable()  # it would run destructors, and their locks, at moments of its own
     try:
@@ -49,9 +72,11 @@ def run(number: int, seed: int = 0) -> Found:
             primitives.current(sim),
         ):
             warnings.simplefilter("ignore")
-            world = PoolWorld(sim, Path(root))
-            with seams(world):
-                failure = sim.run(world.run)
+            run_of = made(sim, Path(root))
+            with seams(run_of):
+                failure = sim.run(run_of.run)
+        if failure is None and isinstance(run_of, RequestsWorld):
+            failure = run_of.check_tokens()
         if failure is not None:
             failure = f"{failure}\n{sim.trace}"
         return Found(failure, sim.digest, sim.turns, sim.seen)
@@ -78,10 +103,11 @@ def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-def seams(world: PoolWorld) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def seams(world: PoolWorld | RequestsWorld) -> Iterator[None]:
     """Replace threads, time and files by the simulation's."""
     disk = world.disk
-    return replaced(
+    with replaced(
         (sys, "unraisablehook", lambda _: None),  # an interrupt in a destructor
         (slots, "RLock", primitives.RLock),
         (slots, "Condition", primitives.Condition),
@@ -100,7 +126,27 @@ def seams(world: PoolWorld) -> contextlib.AbstractContextManager[None]:
             (ModuleStacks, name, failing(world, name))
             for name in ("write", "write_tables", "reserve")
         ),
-    )
+    ):
+        if isinstance(world, RequestsWorld):
+            with replaced(*_of_requests(world)):
+                yield
+        else:
+            yield
+
+
+def _of_requests(world: RequestsWorld) -> list[tuple[Any, str, Any]]:
+    """Return the places in continuous batching, Transformers' own among them."""
+    return [
+        *((module, "threading", primitives.THREADING) for module in (continuous, line, outputs)),
+        *((module, "time", primitives.TIME) for module in (line, outputs)),
+        (continuous, "queue", primitives.QUEUE),
+        (continuous, "asyncio", world.asyncio),
+        (line, "PASS_S", world.pass_s),
+        *((module, "Lock", primitives.Lock) for module in (installed, attention, modules)),
+        *((module, "threading", primitives.THREADING) for module in (continuous_api, scheduler)),
+        *((module, "queue", primitives.QUEUE) for module in (continuous_api, utils)),
+        (continuous_api, "gc", SimpleNamespace(collect=lambda: 0)),  # slow, and it runs destructors
+    ]
 
 
 def _changed(module: ModuleType, **changes: Any) -> Any:

@@ -82,6 +82,7 @@ class Simulation:
         self._lines = self.draw.choice((0, 20, 200)) if preempted else 0
         self._lines_left = self._next_lines()
         self._interrupt_in: int | None = None  # signal points of the main thread until an interrupt
+        self._chooses = False  # what a thread waits for may be found by code that is preempted
         self.current = self._new_task("main")
 
     def run(self, main: Callable[[], None]) -> str | None:
@@ -204,7 +205,9 @@ class Simulation:
             self.fail(f"no end after {self.turns} turns")
         if self.check is not None:
             self.check()
+        self._chooses = True
         chosen = self._choose(task)
+        self._chooses = False
         self.digest = zlib.crc32(bytes((chosen.number & 255,)), self.digest)
         if chosen is not task:
             self._wake(chosen)
@@ -274,7 +277,7 @@ class Simulation:
         return self._trace_lines
 
     def _trace_lines(self, frame: Any, event: str, _: Any) -> Any:
-        if event == "line":
+        if event == "line" and not self._chooses:
             self._lines_left -= 1
             if self._lines_left <= 0:
                 self._lines_left = self._next_lines()

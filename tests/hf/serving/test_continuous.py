@@ -1,5 +1,6 @@
 """Requests that join and leave a batch: every one is answered as when it runs alone."""
 
+import dataclasses
 import sys
 import threading
 import time
@@ -10,8 +11,10 @@ import torch
 import transformers
 from helpers.continuous import TARGETS, begun, prompts, settings, soon
 from helpers.deltas import random_checkpoint
+from transformers.generation.continuous_batching import continuous_api
 
 from lora_backends import InvalidInputError, LoRABatch, UnsupportedInputError
+from lora_backends.errors import RequestFailedError
 from lora_backends.hf import MultiLoRAModel
 from lora_backends.hf.calls.packed import RequestsCall
 
@@ -280,7 +283,7 @@ def test_a_request_of_two_sequences_that_ends_early_frees_what_no_other_sequence
             requests._cancelled.add(name)
             requests._free_cancelled()
 
-    requests._hold("x", "a").is_coming = False
+    requests._hold("x", "a", [1]).is_coming = False
     ends("x")
     assert model.pool.slots.is_free("a") == (not others)
     if others:
@@ -389,6 +392,161 @@ def test_a_transformers_without_continuous_batching_is_named(model, monkeypatch)
     monkeypatch.setitem(sys.modules, "lora_backends.hf.generating.continuous", None)
     with pytest.raises(UnsupportedInputError, match="this version of Transformers"):
         model.continuous_batching()
+
+
+def test_a_pass_that_fails_ends_only_the_request_that_fails_alone(model):
+    """One request's tokens fail; those beside it run on, split prompts and streams among them."""
+
+    def fail(module, args):
+        if (args[0] == 39).any():
+            raise RuntimeError("a token that fails")
+
+    asked = [([1, 2, 3], "a"), ([4, 39], "b"), ([5] * 11, "b"), ([6], None)]
+    model.base.model.embed_tokens.register_forward_pre_hook(fail)
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        with requests.pause():  # so that they share passes
+            names = [requests.add_request(ids, adapter=own) for ids, own in asked]
+        with pytest.raises(RequestFailedError, match="RuntimeError: a token that fails"):
+            soon(requests.collect, [names.pop(1)])
+        del asked[1]
+        found = soon(requests.collect, names)
+        later = requests.add_request([1, 2], adapter="a")
+        answer = soon(requests.collect, [later])[later].generated_tokens
+    assert [each.generated_tokens for each in found.values()] == [
+        alone(model, *pair) for pair in asked
+    ]
+    assert answer == alone(model, [1, 2], "a")
+
+
+def test_a_pass_that_fails_repeats_what_copies_its_cache(model):
+    """Two sequences of a prompt, as good as greedy, whose first pass fails once."""
+    failures = ["once"]
+
+    def fail(*_):
+        if failures:
+            raise RuntimeError(failures.pop())
+
+    config = transformers.GenerationConfig(
+        max_new_tokens=4, do_sample=True, temperature=1e-5, eos_token_id=-1, num_return_sequences=2
+    )
+    requests = model.continuous_batching(config, settings())
+    model.base.model.layers[0].register_forward_pre_hook(fail)
+    with requests:
+        with requests.pause():
+            names = requests.add_requests([[3, 4, 5], [6]], adapters=["a", "b"])
+        found = soon(requests.collect, names)
+    expected = [alone(model, [3, 4, 5], "a", 4), alone(model, [6], "b", 4)]
+    answers = [output.generated_tokens for output in found.values()]
+    assert answers == [expected[0]] * 2 + [expected[1]] * 2
+
+
+def test_several_sequences_of_one_token_alone_in_their_pass(model):
+    config = transformers.GenerationConfig(
+        max_new_tokens=4, do_sample=True, temperature=1e-5, eos_token_id=-1, num_return_sequences=2
+    )
+    words = {"generation_config": config, "continuous_batching_config": settings()}
+    found = soon(lambda: model.generate_batch([[6]], adapters=["b"], **words))
+    answers = [output.generated_tokens for output in found.values()]
+    assert answers == [alone(model, [6], "b", 4)] * 2
+
+
+def test_a_stream_of_a_cancelled_request_ends(model):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        name = requests.add_request([1, 2], None, 150, adapter="a")
+        requests.cancel_request(name)
+        with pytest.raises(InvalidInputError, match="has no output to come"):
+            soon(list, requests.request_id_iter(name))
+
+
+def test_requests_that_transformers_drops_when_it_stops_end_with_an_error(model, monkeypatch):
+    """A hard stop drops what the loop has taken from the queue in that step."""
+    requests = model.continuous_batching(continuous_batching_config=settings())
+    drained = threading.Event()
+    drain = continuous_api.drain_queue
+
+    def draining(queue):
+        taken = drain(queue)
+        if taken and not drained.is_set():
+            drained.set()
+            requests.background_thread_status.request_stop(2, 0)
+        return taken
+
+    monkeypatch.setattr(continuous_api, "drain_queue", draining)
+    with requests:
+        name = requests.add_request([1, 2], adapter="a")
+        assert drained.wait(30)
+        with pytest.raises(RequestFailedError, match="the manager has stopped"):
+            soon(requests.collect, [name])
+    model.unload_adapter("a")
+
+
+def test_a_request_that_comes_after_the_end_of_the_thread_is_refused(model, monkeypatch):
+    """Transformers looks at its thread first, and puts the request into the queue later."""
+    requests = model.continuous_batching(continuous_batching_config=settings())
+    requests.start()
+    put = requests.input_queue.put
+
+    def put_late(*args, **options):
+        requests.stop()
+        put(*args, **options)
+
+    monkeypatch.setattr(requests.input_queue, "put", put_late)
+    with pytest.raises(InvalidInputError, match="comes too late"):
+        requests.add_request([1, 2], adapter="a")
+    model.unload_adapter("a")
+    assert requests.input_queue.empty()
+
+
+def test_a_cancel_that_came_too_late_does_not_end_the_next_request_of_its_id(model, monkeypatch):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        requests.collect([requests.add_request([1, 2], "mine", adapter="a")])
+        with requests.pause():
+            requests.cancel_request("mine")
+            requests.add_request([1, 2], "mine", adapter="b")
+        answer = soon(requests.collect, ["mine"])["mine"].generated_tokens
+    assert answer == alone(model, [1, 2], "b")
+
+
+def test_an_answer_that_came_with_the_end_of_the_thread_is_found(model, monkeypatch):
+    requests = model.continuous_batching(continuous_batching_config=settings())
+    requests.start()
+    name = requests.add_request([1, 2], adapter="a")
+    take = requests.output_router.take
+
+    def take_late(*args):
+        monkeypatch.setattr(requests.output_router, "take", take)
+        requests.stop()  # its last output comes now
+
+    monkeypatch.setattr(requests.output_router, "take", take_late)
+    assert requests.collect([name])[name].generated_tokens == alone(model, [1, 2], "a")
+
+
+@pytest.mark.parametrize("tokens", [4, 32])
+def test_an_alora_acts_from_its_own_invocation_on(model, tokens):
+    """In prompts that are split, or not; the last place counts, and without one nothing acts."""
+    checkpoint = random_checkpoint(model.base, TARGETS, seed=5)
+    own = dataclasses.replace(checkpoint.own, invocation=(7, 8))
+    model.add_adapter("c", dataclasses.replace(checkpoint, own=own))
+    inputs = [
+        [7, 8, 1, 2, 3],
+        [1, 2, 3, 4, 5, 6, 7, 8],
+        [7, 8, 1, 2, 3, 7, 8, 9, 10],
+        [1, 2, 3, 7],
+        [8, 7],
+        [7, 8],
+    ]
+    entries = ["c", "c", {"c": 1.0}, "c", "a", "c"]
+    config = settings(max_batch_tokens=tokens)
+    with model.continuous_batching(continuous_batching_config=config) as requests:
+        with requests.pause():  # so that they share passes
+            names = requests.add_requests(inputs, adapters=entries)
+            with pytest.raises(UnsupportedInputError, match="part of a blend"):
+                requests.add_request([7, 8], adapter={"c": 0.5, "a": 0.5})
+        found = soon(requests.collect, names)
+    answers = [output.generated_tokens for output in found.values()]
+    assert answers == [alone(model, *pair) for pair in zip(inputs, entries, strict=True)]
+    assert answers[3] == alone(model, inputs[3], None)
+    assert answers[1] != alone(model, inputs[1], None)
 
 
 WRONG = {

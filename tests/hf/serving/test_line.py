@@ -9,6 +9,7 @@ import torch
 import transformers
 from helpers.continuous import begun, settings, soon
 from helpers.deltas import random_checkpoint
+from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.hf import MultiLoRAModel
@@ -183,21 +184,31 @@ def test_an_eager_attention_with_a_cap_is_refused():
     assert model.base.config._attn_implementation == "eager"
 
 
-def test_a_thread_that_ends_by_an_error_gives_the_attention_back():
+def test_a_thread_in_its_own_pause_does_not_wait_behind_others(model):
+    with model.continuous_batching(continuous_batching_config=settings()) as requests:
+        with requests.pause():
+            for adapter in "ab":
+                requests.add_request([1, 2], adapter=adapter, max_new_tokens=150)
+            added = waiting(requests, "first", "c")
+        with requests.pause(), pytest.raises(InvalidInputError, match="no slot"):
+            requests.add_request([1, 2], "mine", adapter="d")
+        added.result(timeout=30)
+
+
+def test_a_thread_that_ends_by_an_error_gives_the_attention_back(monkeypatch):
     model = wrapped(eager_base(attn_logit_softcapping=None), "ab")
     ids = torch.tensor([[1, 2, 3]])
     before = model(adapters=["a"], input_ids=ids).logits
 
     def fail(*_):
-        raise RuntimeError("a pass fails")
+        raise RuntimeError("a schedule fails")
 
+    monkeypatch.setattr(FIFOScheduler, "schedule_batch", fail)
     requests = model.continuous_batching(continuous_batching_config=settings())
     requests.start()
-    handle = model.base.model.layers[0].register_forward_pre_hook(fail)
     name = requests.add_request([1, 2], adapter="a")
-    with pytest.raises(RuntimeError, match="a pass fails"):
+    with pytest.raises(RuntimeError, match="a schedule fails"):
         soon(requests.collect, [name])
-    handle.remove()
     requests._generation_thread.join()
     assert torch.equal(model(adapters=["a"], input_ids=ids).logits, before)
     requests.stop()

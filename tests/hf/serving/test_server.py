@@ -272,9 +272,13 @@ def test_a_dead_thread_is_told(make_base, tmp_path):
         def fail(*_):
             raise RuntimeError("a pass fails")
 
-        served.model.base.model.layers[0].register_forward_pre_hook(fail)
+        handle = served.model.base.model.layers[0].register_forward_pre_hook(fail)
         status, told = served.answer()
         assert status == 503 and "a pass fails" in told["error"]["message"]
+        handle.remove()
+        assert served.answer()[0] == 200  # only that request has ended
+        served.requests.batch_processor.scheduler.schedule_batch = fail
+        assert served.answer()[0] == 503
         served.requests._generation_thread.join()
         assert served.answer()[0] == 503
         assert served.ask("/health").status == 503
