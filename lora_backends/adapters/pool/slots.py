@@ -108,11 +108,36 @@ class SlotTable:
             for oldest in self._slots:
                 if not self._pins[oldest] and self._holder(oldest) is None:
                     return self._slots[oldest], oldest
-            raise NoFreeSlotError(
-                f"no slot for adapter {name!r}: all {self.num_slots} are pinned or in use\n"
-                f"  loaded: {', '.join(self._slots)}\n{self._trained()}"
-                f"  to do: unpin one, release() prepared adapters, or raise max_adapters"
-            )
+            raise self._no_slot(name)
+
+    def check_room(self, names: Sequence[str]) -> None:
+        """Refuse names that find no slot until a request, a pin or the like ends.
+
+        Calls end soon, so what they use counts as room. A store asks before it reads an adapter: a
+        request that waits for a slot tries again and again.
+
+        Raises:
+            NoFreeSlotError: there is no room.
+        """
+        with self.lock:
+            new = [name for name in names if name not in self._slots]
+            if not new:
+                return
+            kinds = ("request", "prepared", "training")
+            kept = [
+                name
+                for name in self._slots
+                if name in names or self._pins[name] or self._holder(name, kinds) is not None
+            ]
+            if len(new) > self.num_slots - len(kept):
+                raise self._no_slot(new[0])
+
+    def _no_slot(self, name: str) -> NoFreeSlotError:
+        return NoFreeSlotError(
+            f"no slot for adapter {name!r}: all {self.num_slots} are pinned or in use\n"
+            f"  loaded: {', '.join(self._slots)}\n{self._trained()}"
+            f"  to do: unpin one, release() prepared adapters, or raise max_adapters"
+        )
 
     def reserve(self, name: str) -> int | None:
         """Take a slot that is written before a batch asks for `name`; None if none can be spared.

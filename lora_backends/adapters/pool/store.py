@@ -224,6 +224,10 @@ class AdapterStore:
         The slow steps, reading and copying to the device, happen here. The slots are locked when
         the function is called; its argument holds the names in their slots.
         """
+        with self._lock:
+            known = [name for name in names if name in self._cached or name in self._folders]
+        if known:
+            self._pool.slots.check_room(known)
         changes = self._changes
         changed = {name: ready for name in names if (ready := self._changed(name)) is not None}
         missing = {

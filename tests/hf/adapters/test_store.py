@@ -16,6 +16,7 @@ from helpers.deltas import random_checkpoint
 import lora_backends.adapters.pool.store as store_module
 from lora_backends import InvalidInputError
 from lora_backends.adapters.files.folders import adapter_folders
+from lora_backends.adapters.pool.slots import NoFreeSlotError
 from lora_backends.hf import MultiLoRAModel
 
 IDS = torch.arange(8)[None] + 1
@@ -761,3 +762,16 @@ def test_names_of_failed_prefetches_do_not_add_up(model, folder):
         logits(model, names[-1])
     logits(model, "b")
     assert len(store._ahead) <= store_module.MOST_FAILED
+
+
+def test_an_adapter_is_not_read_while_requests_hold_every_slot(model, folder):
+    """A request that waits tries again and again."""
+    store, slots = model.keep_adapters(folder=folder), model.pool.slots
+    with slots.in_use(["a", "b"], by="request"):
+        reads = store.disk_reads
+        for _ in range(3):
+            with pytest.raises(NoFreeSlotError, match="'c'"), slots.in_use(["c"], by="request"):
+                pass
+        assert store.disk_reads == reads == 2
+    with slots.in_use(["c"], by="request"), slots.in_use(["a"]):
+        assert "b" not in slots
