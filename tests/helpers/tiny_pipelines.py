@@ -112,7 +112,7 @@ def stable_diffusion():
         text_encoder=_clip(CLIPTextModel),
         tokenizer=_tokenizer(),
         unet=_unet(cross_attention_dim=WIDTH),
-        scheduler=EulerDiscreteScheduler(),
+        scheduler=EulerDiscreteScheduler(steps_offset=1),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -138,7 +138,7 @@ def sdxl():
         tokenizer=_tokenizer(),
         tokenizer_2=_tokenizer(),
         unet=unet,
-        scheduler=EulerDiscreteScheduler(),
+        scheduler=EulerDiscreteScheduler(steps_offset=1),
     )
 
 
