@@ -1,7 +1,6 @@
 """Pipelines, files and calls that are refused by name, with nothing changed."""
 
 import re
-import types
 
 import pytest
 import torch
