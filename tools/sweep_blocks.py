@@ -50,7 +50,7 @@ def pipelines() -> str:
     found = read_result(RESULT.with_name("diffusion_sweep.json"))
     names = "; ".join(row["name"] for row in found["rows"])
     return (
-        f"**Equal to diffusers' `set_adapters`, image by image:** {names}. The worst difference is "
+        f"**Equal to diffusers' `set_adapters`, image by image:** {names}. Worst difference: "
         f"{found['summary']['worst']:.1e} of an image's largest value (diffusers "
         f"{found['versions']['diffusers']})."
     )
