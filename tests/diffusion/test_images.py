@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers.diffusion_loras import BOUND, compared
-from helpers.tiny_pipelines import PIPELINES
+from helpers.tiny_pipelines import PIPELINES, TASKS
 
 from lora_backends.bench.results import read_result
 from lora_backends.diffusers import calls
@@ -18,6 +18,15 @@ def test_each_image_is_that_of_its_adapter_alone(name):
     worst, effect = compared(name)
     assert worst < BOUND
     assert effect > 1000 * BOUND  # else a lost or exchanged adapter would not show
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_with_an_image_keep_the_rows_too(name, task):
+    worst, effect = compared(name, task)
+    assert worst < BOUND
+    assert effect > 1000 * BOUND
 
 
 def test_images_in_the_wrong_order_fail(monkeypatch):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from helpers.tiny_pipelines import PIPELINES, run
+from helpers.tiny_pipelines import make, run
 from lora_backends.diffusers import MultiLoRAPipeline
 
 RANK = 3
@@ -55,8 +55,8 @@ def tensors_of(pipe, components, seed, rank=RANK, strength=0.3):
 class Reference:
     """Images of one pipeline by diffusers' own adapters, one image at a time."""
 
-    def __init__(self, name, files):
-        self.pipe = PIPELINES[name]()
+    def __init__(self, name, files, task=""):
+        self.pipe = make(name, task)
         for adapter, file in files.items():
             self.pipe.load_lora_weights(file, adapter_name=adapter)
 
@@ -71,16 +71,16 @@ class Reference:
         return run(self.pipe, [prompt], images, **changes)
 
 
-def compared(name):
+def compared(name, task=""):
     """Return how images of one batch with an adapter each differ from diffusers' own.
 
     Returns:
         The largest difference of an image, relative to its largest value, and the least effect of
         adapters on an image, in the same way.
     """
-    pipe = PIPELINES[name]()
+    pipe = make(name, task)
     # Two images per prompt where a pass has the rows twice: the order of both must be right.
-    images = 2 if name == "SDXL" else 1
+    images = 2 if name == "SDXL" and not task else 1
     files = {"anime": tensors_of(pipe, PARTS[name], seed=1)}
     files["ink"] = tensors_of(pipe, PARTS[name][:1], seed=2, rank=5)  # the denoiser alone
     model = MultiLoRAPipeline(pipe, backend="torch_ref")
@@ -88,7 +88,7 @@ def compared(name):
     assert loaded == [PARTS[name], PARTS[name][:1]]
     batch = run(pipe, PROMPTS, images, call=model, adapters=ENTRIES)
     base = run(model.detach(), PROMPTS, images)
-    reference = Reference(name, files)
+    reference = Reference(name, files, task)
     worst, least = 0.0, float("inf")
     for row, (prompt, entry) in enumerate(zip(PROMPTS, ENTRIES, strict=True)):
         rows = slice(row * images, (row + 1) * images)

@@ -4,6 +4,7 @@ They are built from configurations, with a vocabulary of letters: nothing is dow
 latents of 8x8, in float32 on the CPU, and the schedulers draw no random numbers.
 """
 
+import inspect
 import json
 import tempfile
 from functools import cache
@@ -148,18 +149,18 @@ def sd3():
     transformer = SD3Transformer2DModel(
         sample_size=8,
         patch_size=1,
-        in_channels=4,
+        in_channels=16,
         num_layers=2,
         attention_head_dim=8,
         num_attention_heads=4,
         caption_projection_dim=WIDTH,
         joint_attention_dim=2 * WIDTH,
         pooled_projection_dim=2 * WIDTH,
-        out_channels=4,
+        out_channels=16,
     )
     return StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=_vae(latent_channels=4, shift_factor=0.0609, scaling_factor=1.5),
+        vae=_vae(latent_channels=16, shift_factor=0.0609, scaling_factor=1.5),
         transformer=_spread(transformer),
         text_encoder=_clip(CLIPTextModelWithProjection),
         text_encoder_2=_clip(CLIPTextModelWithProjection),
@@ -237,6 +238,23 @@ PIPELINES = {
 """By the name of a model."""
 
 
+TASKS = ("Img2Img", "Inpaint")
+"""Of the pipelines that also take an image, as their classes are named."""
+
+
+def make(name, task=""):
+    """Return a pipeline, from text alone or with an image."""
+    pipe = PIPELINES[name]()
+    if not task:
+        return pipe
+    kind = getattr(diffusers, type(pipe).__name__.replace("Pipeline", f"{task}Pipeline"))
+    names = inspect.signature(kind.__init__).parameters
+    components = {key: value for key, value in pipe.components.items() if key in names}
+    if "requires_safety_checker" in names:
+        components["requires_safety_checker"] = False
+    return kind(**components)
+
+
 def arguments(pipe, prompts, images=1, **changes):
     """Return arguments of a call: two steps with guidance, images as latents."""
     given = {
@@ -251,15 +269,23 @@ def arguments(pipe, prompts, images=1, **changes):
             for i in range(images)
         ],
     }
-    if isinstance(pipe, QwenImagePipeline):
+    if type(pipe).__name__.startswith("QwenImage"):
         given |= {**_embeddings(prompts), "true_cfg_scale": 3.0}
         negative = _embeddings(["" for _ in prompts])
         given |= {f"negative_{name}": value for name, value in negative.items()}
-    elif isinstance(pipe, FluxPipeline):
+    elif type(pipe).__name__.startswith("Flux"):
         given |= {"prompt": prompts, "negative_prompt": [""] * len(prompts), "true_cfg_scale": 3.0}
         given["max_sequence_length"] = 16
     else:
         given |= {"prompt": prompts, "negative_prompt": [""] * len(prompts), "guidance_scale": 3.0}
+    names = inspect.signature(type(pipe).__call__).parameters
+    if "image" in names:  # one for each prompt: else all share the noise of the first generator
+        image = torch.rand(1, 3, 16, 16, generator=torch.Generator("cpu").manual_seed(3))
+        mask = torch.zeros(len(prompts), 1, 16, 16)
+        mask[..., 4:12] = 1
+        given |= {"image": image.repeat(len(prompts), 1, 1, 1), "mask_image": mask}
+        given |= {"strength": 0.9, "num_inference_steps": 3}
+        given = {key: value for key, value in given.items() if key in names}
     return given | changes
 
 
