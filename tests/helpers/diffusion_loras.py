@@ -94,7 +94,9 @@ def compared(name, task=""):
         rows = slice(row * images, (row + 1) * images)
         expected = reference.image(prompt, entry, images)
         worst = max(worst, _difference(batch[rows], expected))
-        if entry is not None:
+        if entry is None:
+            assert torch.equal(batch[rows], base[rows])
+        else:
             least = min(least, _difference(base[rows], expected))
     return worst, least
 
