@@ -129,6 +129,9 @@ class MultiLoRAPipeline:
     def load_adapter(self, name: str, source: str | Path | Mapping[str, torch.Tensor]) -> list[str]:
         """Load a LoRA under a name.
 
+        Each module gets the alpha that the file has for it. Diffusers may apply the commonest alpha
+        of a component to all of its modules, where kohya's files have several.
+
         Args:
             name: that images ask for.
             source: a file in the format of diffusers, kohya, XLabs or BFL; a folder with one such
