@@ -52,7 +52,7 @@ $(VENV)/.proofs: $(SOURCES)
 	@touch $@
 
 sweep: $(STAMP)  ## compare every architecture and adapter variant with PEFT, as the pages say
-	@$(PYTEST) -n auto -m sweep tests/hf/models/test_sweep.py
+	@$(PYTEST) -n auto -m sweep tests/hf/models/test_sweep.py tests/diffusion
 
 docs: $(STAMP)  ## write what the pages quote anew, and build them into site/
 	@$(BIN)/python tools/pages.py

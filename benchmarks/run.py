@@ -23,6 +23,7 @@ TABLE = {
     "cpu_eight_bit": ("cpu_cells:EIGHT_BIT", "stacks of 8 bits on numba_cpu"),
     "cpu_experts": ("cpu_experts:CELLS", "run_experts of numba_cpu and a loop in torch"),
     "decode_smollm2": ("smollm2:DECODE", "a decode step: base model, backends, PEFT"),
+    "diffusion": ("diffusion:DIFFUSION", "images with an adapter each, and the base pipeline"),
     "eight_bit_quality": ("eight_bit_quality:QUALITY", "what 8 bits change in results"),
     "h200_cells": ("h200:CELLS", "one backend in the cells of the peers' file"),
     "h200_eight_bit": ("h200_eight_bit:LAYERS", "stacks of 8 and of 16 bits"),

@@ -56,11 +56,12 @@ PEFT_MODELS = [
     )
 ]
 NEEDS = {
-    "peft": ["adapters", "encoders", "fuzz", "planning", *PEFT_MODELS],
-    "pydantic": ["adapters", "encoders", "fuzz", *PEFT_MODELS],
+    "peft": ["adapters", "diffusion", "encoders", "fuzz", "planning", *PEFT_MODELS],
+    "pydantic": ["adapters", "diffusion", "encoders", "fuzz", *PEFT_MODELS],
     "pydantic_settings": [
         f"command/test_{name}.py" for name in ("agree", "cli", "config", "registry")
     ],
+    "diffusers": ["diffusion"],
     "sentence_transformers": ["encoders"],
     "typer": [
         *(f"command/test_{name}.py" for name in ("agree", "cli", "registry")),

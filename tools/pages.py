@@ -55,6 +55,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "peft-architectures": sweep_blocks.architectures,
     "peft-variants": sweep_blocks.variants,
     "peft-bases": sweep_blocks.bases,
+    "pipelines": sweep_blocks.pipelines,
 }
 
 

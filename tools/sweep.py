@@ -6,6 +6,7 @@ optimum-quanto, hqq and compressed-tensors. The file keeps the rows of those tha
 
     python tools/sweep.py
     python tools/sweep.py bases layers   # these kinds alone: the file keeps the others
+    python tools/sweep.py pipelines      # of diffusers, which have a file of their own
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lora_backends.bench.results import new_result, read_result, write_result
+from lora_backends.bench.results import new_result, read_result, versions, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "peft_sweep.json"
@@ -26,6 +27,13 @@ METHOD = (
     "the largest difference of a value, relative to the largest value of its row where that is "
     "over 1; split: with split=True; refused: the error's first line. bases: of the packages; "
     "layers: with the attributes of packages that were not run."
+)
+PIPELINES_RESULT = RESULT.with_name("diffusion_sweep.json")
+PIPELINES_METHOD = (
+    "Images of a small random pipeline in one batch, float32, two steps with guidance: with one "
+    "adapter, none, and a blend of two, of all linear layers and convolutions. worst: the largest "
+    "difference from diffusers' load_lora_weights and set_adapters for that image alone, relative "
+    "to its largest value; effect: the least difference that adapters make, in the same way."
 )
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -49,8 +57,29 @@ def counted(kind: str, rows: list[dict[str, Any]]) -> dict[str, int]:
     return {"equal": len(own) - split - refused, "split": split, "refused": refused}
 
 
+def pipelines() -> None:
+    """Compare pipelines with diffusers, print each case and write their result file."""
+    from helpers.diffusion_loras import BOUND, compared
+    from helpers.tiny_pipelines import PIPELINES
+
+    found = new_result(PIPELINES_METHOD, bound=BOUND)
+    found["versions"] |= versions("diffusers")
+    for name in PIPELINES:
+        worst, effect = compared(name)
+        found["rows"].append({"name": name, "worst": worst, "effect": effect})
+        print(found["rows"][-1], flush=True)
+    found["summary"] = {"worst": max(row["worst"] for row in found["rows"])}
+    write_result(PIPELINES_RESULT, found)
+    if found["summary"]["worst"] > BOUND:
+        sys.exit("not equal")
+
+
 def main() -> None:
     """Run the sweep, print each case and write the result file."""
+    if sys.argv[1:] in ([], ["pipelines"]):
+        pipelines()
+        if sys.argv[1:]:
+            return
     import transformers
     from helpers.sweeps import sweep, sweep_bases, sweep_variants
 

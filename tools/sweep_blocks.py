@@ -45,6 +45,17 @@ def bases() -> str:
     )
 
 
+def pipelines() -> str:
+    """Return the pipelines of diffusers that were compared with diffusers' own adapters."""
+    found = read_result(RESULT.with_name("diffusion_sweep.json"))
+    names = "; ".join(row["name"] for row in found["rows"])
+    return (
+        f"**Equal to diffusers' `set_adapters`, image by image:** {names}. Worst difference: "
+        f"{found['summary']['worst']:.1e} of an image's largest value (diffusers "
+        f"{found['versions']['diffusers']})."
+    )
+
+
 def _listed(found: Mapping[str, Any], *kinds: str) -> str:
     cases = {row["name"]: row for row in found["rows"] if row["kind"] in kinds}
     equal = [name for name, case in cases.items() if "worst" in case and not case.get("split")]

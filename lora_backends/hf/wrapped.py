@@ -23,7 +23,7 @@ from lora_backends.hf.layout.probe import UNREACHED, probe
 from lora_backends.hf.layout.sharded import is_sharded
 from lora_backends.hf.layout.sites import base_layer, check_start, find_sites
 from lora_backends.hf.layout.structure import Structure
-from lora_backends.hf.layout.trial import tried_input
+from lora_backends.hf.layout.trial import Trial, tried_input
 from lora_backends.hf.layout.unused import unused_by
 from lora_backends.hf.replacements.modules import Replacements
 from lora_backends.hf.training.registry import Training
@@ -40,6 +40,8 @@ class WrappedModel:
         dtype: of the adapters.
         device: of the model.
         fuse: whether modules with one input are joined.
+        trial: inputs of a model that is none of Transformers, such as a denoiser of images; its
+            convolutions may be adapted, too.
     """
 
     pool: AdapterPool  # set by `open`
@@ -51,22 +53,24 @@ class WrappedModel:
         dtype: torch.dtype,
         device: torch.device,
         fuse: bool,
+        trial: Trial | None = None,
     ) -> None:
         self.base, self.backend, self.dtype = base, backend, dtype
         self.key = f"model {next(_NUMBERS)}"  # see `ModelCall.model`
         self.experts = find_experts(base, dtype, device)
         routers = find_routers(base, self.experts, dtype, device)
         # Routers are no linear layers for `find_sites`, and take LoRA all the same.
-        self.sites = find_sites(base, dtype, device) | routers
+        self.sites = find_sites(base, dtype, device, trial is not None) | routers
         self.routers = frozenset(routers)
         # Experts see hidden states as a linear layer does, so one probe is enough.
         as_modules = {path: site.as_module for path, site in self.experts.items()}
-        self.layouts = probe(base, self.sites | as_modules)
+        self.layouts = probe(base, self.sites | as_modules, trial)
         served = Served(self.key, backend, self.layouts)
         self.hooked = Hooked(served, self.sites, self.experts, routers, fuse)
         self.structure = Structure(base)
         self.attention = Attention(base)
-        self.main_input: str = getattr(base, "main_input_name", "input_ids")
+        main_input = getattr(base, "main_input_name", "input_ids")
+        self.main_input: str = main_input if trial is None else next(iter(trial.values))
         self.first_input = first_input(base.forward, self.main_input)
         self.images = Images(getattr(base, "config", None), tried_input(base))
         self.training = Training(self)

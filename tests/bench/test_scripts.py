@@ -138,6 +138,8 @@ def test_every_measurement_of_the_table_shows_its_options(script, capsys):
         module = place.partition(":")[0]
         if module in ("smollm2", "eight_bit_quality", "training_model", "training_scale"):
             pytest.importorskip("peft")
+        if module == "diffusion":
+            pytest.importorskip("diffusers")
         with pytest.raises(SystemExit, match="0"):
             importlib.import_module("run").main([name, "--help"])
         assert f"run.py {name}" in capsys.readouterr().out

@@ -27,7 +27,9 @@ OF_A_MODEL = {
     ROOT / "docs" / "how-to" / "train-many-adapters.md",
     EMBED,
 }
+DIFFUSION = ROOT / "docs" / "how-to" / "diffusion-pipelines.md"
 NEEDS = {
+    DIFFUSION: ("diffusers", "peft"),
     **dict.fromkeys(OF_A_MODEL, ("transformers", "peft")),
     ROOT / "docs" / "how-to" / "mixtures-of-experts.md": ("transformers", "peft"),
     EMBED: ("transformers", "peft", "sentence_transformers"),
@@ -90,6 +92,22 @@ def _save_embedder(folder, base):
         base = tuned.unload()
 
 
+def _save_pipeline(folder, monkeypatch):
+    """Save a tiny pipeline and files of adapters; let it run on the backend that starts at once."""
+    from helpers.diffusion_loras import tensors_of
+    from helpers.tiny_pipelines import PIPELINES
+    from safetensors.torch import save_file
+
+    from lora_backends import get_backend
+    from lora_backends.diffusers import pipeline
+
+    pipe = PIPELINES["SDXL"]()
+    pipe.save_pretrained(folder / "my-pipeline")
+    for name, parts in (("anime", ["unet", "text_encoder", "text_encoder_2"]), ("ink", ["unet"])):
+        save_file(tensors_of(pipe, parts, seed=1), folder / f"{name}.safetensors")
+    monkeypatch.setattr(pipeline, "get_backend", lambda *_, **__: get_backend("torch_ref"))
+
+
 # tests/hf/models/test_smollm2.py runs README's program, which loads a real model
 @pytest.mark.parametrize("page", [p for p in PAGES_WITH_CODE if p != README], ids=name_of)
 def test_code_on_a_page_prints_the_text_under_it(page, monkeypatch, request):
@@ -98,6 +116,10 @@ def test_code_on_a_page_prints_the_text_under_it(page, monkeypatch, request):
         pytest.skip(f"not installed: {', '.join(missing)}")
     folder = request.getfixturevalue("model_and_adapters") if page in OF_A_MODEL else ROOT
     monkeypatch.chdir(folder)
+    if page == DIFFUSION:
+        folder = request.getfixturevalue("tmp_path")
+        _save_pipeline(folder, monkeypatch)
+        monkeypatch.chdir(folder)
     if page == TRANSFORMERS:
         _save_classifiers(folder, request.getfixturevalue("make_base")("llama").config)
     if page == EMBED:

@@ -21,6 +21,11 @@ def read_safetensors(path: Path, limits: LoadLimits) -> dict[str, Tensor]:
     Raises:
         InvalidInputError: the file cannot be read, is damaged or beyond a limit.
     """
+    return read_with_metadata(path, limits)[0]
+
+
+def read_with_metadata(path: Path, limits: LoadLimits) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors as `read_safetensors`, and the words of ``__metadata__`` in the header."""
     content = read_bytes(path, limits.file_bytes, limits.file_too_large)
     check_pointer(path, content)
     _check_size(content, path, limits)
@@ -35,7 +40,11 @@ def read_safetensors(path: Path, limits: LoadLimits) -> dict[str, Tensor]:
         to_do = "copy or download the file again: it may be cut off"
         message = problem(path, "the file is damaged", given, "a safetensors file", to_do)
         raise InvalidInputError(message) from error
-    return {name: tensors[name] for name in sorted(tensors)}  # the library gives them in any order
+    length = int.from_bytes(content[:8], "little")
+    # The library has read the header: it is an object whose metadata is text.
+    metadata: dict[str, str] = json.loads(content[8 : 8 + length]).get("__metadata__") or {}
+    # The library gives them in any order.
+    return {name: tensors[name] for name in sorted(tensors)}, metadata
 
 
 def _check_size(content: bytes, path: Path, limits: LoadLimits) -> None:

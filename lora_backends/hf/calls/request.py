@@ -113,15 +113,20 @@ class Request(RowsCall):
                 "  given: adapters by name\n  to do: step = model.prepare(adapters), then capture "
                 "model(adapters=step, ...)"
             )
+        row_slots = self._slots_of_rows(rows)
+        self._forget()
+        self._inputs, self._rows, self._length = inputs, rows, length
+        self._note_untried(inputs)
+        self._row_slots = row_slots
+
+    def _slots_of_rows(self, rows: int) -> list[int]:
+        """Return the number in `Choices` of every row of a pass, or refuse its rows."""
         if not self.rows or rows % len(self.rows):
             raise InvalidInputError(
                 f"adapters has {len(self.rows)} entries for a batch of {rows} rows\n"
                 f"  allowed: one adapter name or None per row"
             )
-        self._forget()
-        self._inputs, self._rows, self._length = inputs, rows, length
-        self._note_untried(inputs)
-        self._row_slots = [row[0] for row in self.rows for _ in range(rows // len(self.rows))]
+        return [row[0] for row in self.rows for _ in range(rows // len(self.rows))]
 
     def begin_generate(
         self, inputs: Mapping[str, Any], rows: int, length: int, config: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +13,7 @@ from torch import nn
 
 from lora_backends.adapters import AdapterPool
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertWeights
 from lora_backends.hf.layout.layout import Layout
 from lora_backends.hf.layout.sites import ModuleSite
@@ -46,6 +46,8 @@ class ModelCall:
         self.model = model  # a string, because a compiled program always guards strings
         self.reads_pages = False  # whether it is a pass of continuous batching
         self.trains = ""  # key of the model of a call that trains, whose `model` is ""
+        # keys of models whose own calls start with their next forward pass
+        self.waiting: Collection[str] = ()
         self.stacks: Mapping[str, LoRAWeights] = {}  # by path, of the modules that are adapted
         self.shared: Mapping[str, LoRAWeights] = {}  # by a leader's path: of it and its siblings
         # by path of a parameter of experts
@@ -188,7 +190,13 @@ def check_thread(model: str) -> None:
     Raises:
         InvalidInputError: no call runs in this thread, while a block of `using` is open in another;
             or a backward computes a part of a forward pass again whose adapters are not known.
+        UnsupportedInputError: a pipeline calls a part of a model outside of its forward pass.
     """
+    if model in RUNNING.call.waiting:
+        raise UnsupportedInputError(
+            "a pipeline runs a module of a wrapped model outside of the model's forward pass, so "
+            "the adapter of each row is not known\n  allowed: calls of the whole model"
+        )
     if TRAINED and RUNNING.call is NOTHING and model in TRAINED and _in_backward():
         raise InvalidInputError(
             "a backward runs a part of the base model again, and it is not known with which "

@@ -12,6 +12,7 @@ from torch import nn
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.hf.calls.running import Joined
+from lora_backends.hf.hooks.convolutions import convolution_hook
 from lora_backends.hf.hooks.experts import ExpertSite, experts_forward
 from lora_backends.hf.hooks.linear import Served, adder, end_hook, lora_hook
 from lora_backends.hf.hooks.overlapped import linear_with_lora
@@ -161,7 +162,10 @@ class Hooked:
         with_lora = cache(partial(linear_with_lora, served.backend))
         add = adder(served.backend, "run_linear")
         sites = {path: site for path, site in self._sites.items() if site.refusal is None}
-        hooks = {path: lora_hook(served, site, add) for path, site in sites.items()}
+        hooks = {
+            path: (convolution_hook if site.is_convolution else lora_hook)(served, site, add)
+            for path, site in sites.items()
+        }
         for group in self.groups:
             group.join(self.joined)
             alone = [hooks.pop(path) for path in group.paths]

@@ -52,26 +52,29 @@ class _Seen:
     step: bool  # one token per row
 
 
-def probe(base: nn.Module, sites: Mapping[str, ModuleSite]) -> dict[str, Layout]:
+def probe(
+    base: nn.Module, sites: Mapping[str, ModuleSite], trial: Trial | None = None
+) -> dict[str, Layout]:
     """Return the layout of the batch's rows in the input of every site.
 
     Args:
         base: a model; it is not changed, and its hooks do not run.
         sites: path to module.
+        trial: inputs; None takes those of a Transformers model.
 
     Returns:
-        Path to layout. Nothing is known where the model does not run on plain text.
+        Path to layout. Nothing is known where the model does not run on the inputs.
 
     Raises:
         UnsupportedInputError: as `gather_for`.
     """
     failure, passes = "", _Passes()
     try:
-        passes.run(base, sites)
+        passes.run(base, sites, trial)
     except UnsupportedInputError:  # of weights that are spread over processes
         raise
     except Exception as error:  # a model may fail on plain text with any error
-        text = getattr(base, "main_input_name", "input_ids") == "input_ids"
+        text = trial is None and getattr(base, "main_input_name", "input_ids") == "input_ids"
         failure = _failure("plain text" if text else "a trial input", error)
     kinds: dict[tuple[Any, ...], Layout] = {}
     layouts = {}
@@ -117,9 +120,9 @@ class _Passes:
         self._is_step = False
 
     @torch.no_grad()
-    def run(self, base: nn.Module, sites: Mapping[str, ModuleSite]) -> None:
+    def run(self, base: nn.Module, sites: Mapping[str, ModuleSite], trial: Trial | None) -> None:
         """Run a model without its hooks, and in eval mode."""
-        trial = self._trial = trial_of(base)
+        trial = self._trial = trial_of(base) if trial is None else trial
         twin, twins = twin_of(base)
         gather_for(twins)
         with running(IDLE), trial.fixed_random_numbers():
@@ -171,8 +174,11 @@ def _noting(path: str, site: ModuleSite, note: Any) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         # By position, as hooks see inputs: by name they are refused there.
         x = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        is_embedding = site.spec.kind == "embedding"
-        note(path, x.unsqueeze(-1) if is_embedding and x is not None else x)
+        if x is not None and site.spec.kind == "embedding":
+            x = x.unsqueeze(-1)
+        if x is not None and site.is_convolution and x.ndim == 4:
+            x = x.movedim(1, -1)
+        note(path, x)
 
     return hook
 

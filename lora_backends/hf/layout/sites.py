@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -31,14 +32,22 @@ class ModuleSite:
     spec: ModuleSpec
     refusal: str | None  # why its LoRA cannot be reproduced row by row
 
+    @property
+    def is_convolution(self) -> bool:
+        """Whether it has an image per row: its LoRA is that of a linear layer on patches."""
+        return isinstance(self.module, nn.Conv2d)
 
-def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, ModuleSite]:
+
+def find_sites(
+    base: nn.Module, dtype: torch.dtype, device: torch.device, convolutions: bool = False
+) -> dict[str, ModuleSite]:
     """Return every Linear, Conv1D and Embedding of `base`, quantised or not, by its path.
 
     Args:
         base: a Transformers causal language model.
         dtype: the dtype of the stacked weights.
         device: their device.
+        convolutions: whether every Conv2d is a site, too.
 
     Returns:
         Path to site, in the order of `named_modules`.
@@ -49,6 +58,9 @@ def find_sites(base: nn.Module, dtype: torch.dtype, device: torch.device) -> dic
     modules = dict(base.named_modules())
     for path, module in modules.items():
         spec = _spec(module)
+        if convolutions and isinstance(module, nn.Conv2d):
+            patch = module.in_channels // module.groups * math.prod(module.kernel_size)
+            spec = ModuleSpec("linear", patch, module.out_channels)
         if module is token_embedding and spec is None and (sizes := embedding_size(module)):
             spec = ModuleSpec("embedding", *sizes)
         if spec is not None and spec.kind == "linear":
@@ -170,6 +182,8 @@ def _refusal(
         return "it is not the token embedding, so its input has no rows of the batch"
     if is_token_embedding and not isinstance(module, nn.Embedding | nn.Linear):
         return f"it is a {type(module).__name__}, an embedding that is quantized"
+    if isinstance(module, nn.Conv2d) and not _is_plain_convolution(module):
+        return f"it is {module}, a convolution other than over patches of the image and zeros"
     if "experts" in path.split("."):
         return "it is an expert, whose tokens are routed and no longer in rows of the batch"
     weight = getattr(module, "weight", None) if packed_size(module) is None else None
@@ -179,3 +193,13 @@ def _refusal(
         if isinstance(tensor, torch.Tensor) and tensor.device != device:
             return f"its weight is on {tensor.device}, the model on {device}"
     return None
+
+
+def _is_plain_convolution(module: nn.Conv2d) -> bool:
+    """Return whether every output sees one patch of all channels, with zeros around the image."""
+    return (
+        module.groups == 1
+        and module.padding_mode == "zeros"
+        and module.dilation == (1, 1)
+        and not isinstance(module.padding, str)
+    )

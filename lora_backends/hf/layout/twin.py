@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from types import MethodType
@@ -40,7 +41,8 @@ def without_hooks(module: nn.Module) -> nn.Module:
     kind = class_of(module)
     copy: nn.Module = kind.__new__(kind)
     for name, value in vars(module).items():
-        if isinstance(value, dict) and name.startswith("_"):
+        # Of torch: diffusers' FrozenDict loses its attributes in a copy.
+        if type(value) in (dict, OrderedDict) and name.startswith("_"):
             vars(copy)[name] = value.__class__() if "hooks" in name else value.copy()
         elif name not in _LEFT_OUT:
             vars(copy)[name] = value

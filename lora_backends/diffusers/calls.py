@@ -1,0 +1,94 @@
+"""One call of a pipeline: the adapters of every row of each component's passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lora_backends.diffusers.trials import DenoiserTrial
+from lora_backends.errors import UnsupportedInputError
+from lora_backends.hf.calls.entries import Entry
+from lora_backends.hf.calls.request import Request
+from lora_backends.hf.calls.running import ModelCall
+from lora_backends.hf.wrapped import WrappedModel
+
+
+class ComponentCall(Request):
+    """The passes of one component in a call of the pipeline.
+
+    Args:
+        name: of the component.
+        wrapped: the component.
+        entries: of its rows, in their order: of the prompts, or of the images.
+        slots: of the adapters in `entries`, by name.
+        copies: how often a pass may have all these rows, one set of them after another.
+        trial: of a denoiser; None for a text encoder.
+
+    Raises:
+        UnsupportedInputError: a blend or a strength that cannot be applied.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        wrapped: WrappedModel,
+        entries: Sequence[Entry],
+        slots: Mapping[str, int],
+        copies: Sequence[int],
+        trial: DenoiserTrial | None,
+    ) -> None:
+        pool = wrapped.pool
+        super().__init__(
+            wrapped.key, pool, wrapped.images, entries, slots, wrapped.backend, after_cache=False
+        )
+        # Hooks of other modules have nothing to do: patches of a convolution take time.
+        touched = {path for slot in slots.values() for path in pool.modules_of(slot)}
+        self.stacks = {path: stack for path, stack in self.stacks.items() if path in touched}
+        self._name, self._copies, self._trial = name, copies, trial
+        self.outer: PipelineCall | None = None
+
+    def begin(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
+        """Note the rows of a pass; a denoiser's have no tokens that are counted."""
+        super().begin(inputs, rows, 0 if self._trial is not None else length)
+
+    def _slots_of_rows(self, rows: int) -> list[int]:
+        if not self.differ:
+            return [row[0] for row in self.rows] * (rows // len(self.rows) + 1)
+        copies = rows // len(self.rows)
+        if copies not in self._copies or rows % len(self.rows):
+            allowed = " or ".join(str(len(self.rows) * each) for each in self._copies)
+            raise UnsupportedInputError(
+                f"the pipeline runs its {self._name} on rows that are not those of the adapters\n"
+                f"  given: a pass of {rows} rows for {len(self.rows)} entries\n"
+                f"  allowed: {allowed} rows, or one adapter for all images"
+            )
+        return [row[0] for row in self.rows] * copies
+
+    def _note_untried(self, inputs: Mapping[str, Any], alone: bool = False) -> None:
+        if self._trial is None:
+            super()._note_untried(inputs, alone)
+            return
+        name = self._trial.untried(inputs) if self.differ else None
+        if name is not None:
+            raise UnsupportedInputError(
+                f"it is not known to which images the input {name} of the {self._name} belongs\n"
+                f"  given: images with different adapters\n"
+                f"  allowed: {', '.join(self._trial.values)}\n"
+                f"  to do: leave out what adds the input (an IP-Adapter, a ControlNet, "
+                f"attention arguments), or use one adapter for all images"
+            )
+
+
+class PipelineCall(ModelCall):
+    """The calls of all components, each of which runs while its component does.
+
+    Args:
+        calls: by key of the wrapped component, of those for which a row has an adapter.
+    """
+
+    def __init__(self, calls: Mapping[str, ComponentCall]) -> None:
+        super().__init__()
+        self.calls = calls
+        self.waiting = calls.keys()
+        for call in calls.values():
+            call.outer = self

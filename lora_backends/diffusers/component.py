@@ -1,0 +1,156 @@
+"""One wrapped component of a pipeline: its denoiser or a text encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lora_backends.adapters import AdapterPool, Checkpoint, LoadLimits
+from lora_backends.backend import LoRABackend
+from lora_backends.diffusers.calls import ComponentCall, PipelineCall
+from lora_backends.diffusers.trials import DenoiserTrial
+from lora_backends.errors import UnsupportedInputError
+from lora_backends.hf.calls.entries import Entry
+from lora_backends.hf.calls.running import RUNNING
+from lora_backends.hf.layout.base_checks import check_base, dtype_and_device
+from lora_backends.hf.layout.probe import UNREACHED
+from lora_backends.hf.wrapped import WrappedModel
+
+
+@dataclass(frozen=True)
+class Room:
+    """The slots of every component."""
+
+    max_adapters: int
+    max_rank: int
+    limits: LoadLimits
+    adapter_dtype: torch.dtype | str | None
+
+
+class Component:
+    """One component, its adapters and hooks.
+
+    Args:
+        name: in the pipeline.
+        base: the component; `check_component` accepts it.
+        backend: that adds the LoRA.
+        copies: as `ComponentCall`.
+        trial: of a denoiser; None for a text encoder.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        base: nn.Module,
+        backend: LoRABackend,
+        copies: Sequence[int],
+        trial: DenoiserTrial | None,
+    ) -> None:
+        self.name, self._copies, self._trial = name, copies, trial
+        dtype, device = dtype_and_device(base)
+        if device != backend.device:
+            raise UnsupportedInputError(
+                f"the pipeline's {name} is on another device than its denoiser\n"
+                f"  given: {device}, {backend.device}\n  allowed: one device\n"
+                f"  to do: pipe.to(device) before it is wrapped"
+            )
+        self.wrapped = WrappedModel(base, backend, dtype, device, device.type != "cpu", trial)
+
+    def open(self, room: Room) -> None:
+        """Make the pool, and hook the component."""
+        self.wrapped.open(room.max_adapters, room.max_rank, room.limits, None, room.adapter_dtype)
+        base, key = self.wrapped.base, self.wrapped.key
+        handles = self.wrapped.hooked.handles  # taken off with the others
+
+        def enter(*_: Any) -> None:
+            outer = RUNNING.call
+            if isinstance(outer, PipelineCall) and key in outer.calls:
+                RUNNING.call = outer.calls[key]
+
+        def leave(*_: Any) -> None:
+            inner = RUNNING.call
+            if isinstance(inner, ComponentCall) and inner.model == key and inner.outer is not None:
+                RUNNING.call = inner.outer
+
+        # Before the hook that announces the pass to the running call.
+        handles.append(base.register_forward_pre_hook(enter, prepend=True))
+        handles.append(base.register_forward_hook(leave, always_call=True))
+
+    @property
+    def pool(self) -> AdapterPool:
+        """The adapters of this component."""
+        return self.wrapped.pool
+
+    def check(self, current: object) -> None:
+        """Refuse to run a component that changed after it was wrapped.
+
+        Args:
+            current: the pipeline's component of this name.
+
+        Raises:
+            InvalidInputError: it was detached, replaced, converted, or is in training mode.
+            UnsupportedInputError: as `check_component`.
+        """
+        self.wrapped.check()
+        if current is not self.wrapped.base:
+            raise UnsupportedInputError(
+                f"the pipeline has another {self.name} than when it was wrapped\n"
+                f"  to do: detach() this MultiLoRAPipeline, and wrap the pipeline again"
+            )
+        check_component(self.name, self.wrapped.base)
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Refuse LoRA that cannot be reproduced, or of a module that the component never calls.
+
+        Raises:
+            UnsupportedInputError: it is such LoRA.
+        """
+        self.wrapped.check_checkpoint(checkpoint)
+        layouts = self.wrapped.layouts
+        unused = [path for path in checkpoint.modules if layouts[path].reason == UNREACHED]
+        if unused and self._trial is not None:
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} adapts modules that the {self.name} was not seen to call, so "
+                f"their LoRA would be without effect\n  given: {', '.join(unused[:3])}\n"
+                f"  to do: wrap the pipeline before projections are fused"
+            )
+
+    def call(self, entries: Sequence[Entry], slots: Mapping[str, int]) -> ComponentCall:
+        """Return the call whose rows have these entries, in their order."""
+        return ComponentCall(self.name, self.wrapped, entries, slots, self._copies, self._trial)
+
+
+def check_component(name: str, base: nn.Module) -> None:
+    """Refuse a component whose passes hooks do not see, or that mix rows.
+
+    Raises:
+        UnsupportedInputError: it holds adapters of PEFT, is compiled, offloaded, has hooks of
+            diffusers (caching, layerwise casting, offloading by groups) or fused projections.
+    """
+    problem = to_do = ""
+    if getattr(base, "peft_config", None):
+        problem = "holds adapters of PEFT already"
+        to_do = "pipe.unload_lora_weights(), and load them into the MultiLoRAPipeline"
+    for path, module in base.named_modules():
+        hooks = getattr(vars(module).get("_diffusers_hook"), "hooks", None)
+        where = f" at {path}" * bool(path)
+        if vars(module).get("_compiled_call_impl") is not None:
+            problem, to_do = f"is compiled{where}", "use it without torch.compile"
+        elif vars(module).get("_hf_hook") is not None:
+            problem = f"is offloaded{where}"
+            to_do = "pipe.to(device) in place of offloading"
+        elif hooks:
+            problem = f"has hooks of diffusers{where}: {', '.join(hooks)}"
+            to_do = "use it without caching, casting by layers and offloading by groups"
+        elif vars(module).get("fused_projections"):
+            problem = f"has fused projections{where}, which pass the adapted modules by"
+            to_do = "pipe.unfuse_qkv_projections()"
+        if problem:
+            break
+    if problem:
+        raise UnsupportedInputError(f"the pipeline's {name} {problem}\n  to do: {to_do}")
+    check_base(base)

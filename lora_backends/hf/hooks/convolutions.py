@@ -1,0 +1,75 @@
+"""LoRA of convolutions: that of a linear layer on patches.
+
+A convolution's LoRA is a convolution A of the same kernel, stride and padding, and a 1x1
+convolution B behind it. Both are matrices on rows: A takes the flat patch of each output position,
+[in_channels * kernel height * kernel width], as `torch.nn.functional.unfold` orders it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lora_backends.hf.calls.running import RUNNING, check_thread
+from lora_backends.hf.hooks.linear import Hook, Served, first_argument
+from lora_backends.hf.layout.sites import ModuleSite
+
+
+def convolution_hook(served: Served, site: ModuleSite, add: Callable[..., torch.Tensor]) -> Hook:
+    """Return the hook that adds the running call's LoRA to the output of one convolution.
+
+    Args:
+        served: the wrapper's.
+        site: the module, of input [rows, channels, height, width].
+        add: `adder` of `run_linear`.
+    """
+    model, layout = served.model, served.layouts[site.path]
+    path, paths = site.path, (site.path,)
+    convolution = cast(nn.Conv2d, site.module)
+
+    def add_lora(
+        module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
+    ) -> torch.Tensor | None:
+        call = RUNNING.call
+        if call.model != model:
+            check_thread(model)
+            return None
+        weights = call.stacks.get(path)
+        if weights is None:
+            return None
+        patches = patches_of(convolution, first_argument(args, f"module {path}"), output)
+        rows_last = output.movedim(1, -1)  # [rows, height, width, channels]
+        plan = call.plan(patches.shape[:-1], layout, paths)
+        # The LoRA alone, since output has its channels on another axis. A row without an adapter
+        # gets zeros, and keeps its values.
+        delta = add(patches, weights, plan, torch.zeros_like(rows_last, memory_format=CONTIGUOUS))
+        return output + delta.movedim(-1, 1)
+
+    return add_lora
+
+
+CONTIGUOUS = torch.contiguous_format
+
+
+def patches_of(module: nn.Conv2d, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return the patch of every output position.
+
+    Args:
+        module: a convolution with zeros around the image, of one group and without dilation.
+        x: [rows, channels, height, width], its input.
+        output: [rows, out_channels, output height, output width].
+
+    Returns:
+        [rows, output height, output width, channels * kernel height * kernel width], contiguous.
+    """
+    if module.kernel_size == (1, 1) and module.padding == (0, 0):
+        high, wide = module.stride
+        return x[:, :, ::high, ::wide].movedim(1, -1).contiguous()
+    padding = cast(tuple[int, int], module.padding)
+    patches = functional.unfold(x, module.kernel_size, padding=padding, stride=module.stride)
+    rows, _, high, wide = output.shape
+    return patches.transpose(1, 2).reshape(rows, high, wide, -1)
