@@ -58,6 +58,8 @@ ENTRIES = {
     "expand_ragged": (eight_bit_expand, eight_bit_expand.expand_ragged),
     "grouping": (experts, experts.grouping_entry),
     "reduction": (experts, lambda: experts.reduction_entry(0)),
+    "blend": (dense, dense.blend_entry),
+    "blend, eight bits": (eight_bit, eight_bit.blend_entry),
     "backward of B": (kernels, kernels.b_entry),
     "backward of A": (kernels, kernels.a_entry),
     "with_weights": (products, lambda: products.with_weights(0, 0)),

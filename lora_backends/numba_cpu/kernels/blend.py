@@ -57,7 +57,7 @@ def run_blend(address, expand_scratch, expand_columns):
     part, parts = np.int64(0), np.int64(1)
     if call.threads > 1:
         part, parts = call_function(call.thread_num), call_function(call.num_threads)
-    total, longest = expand_work(layer, call.b_segments, 0, call.b_count)
+    total, longest = expand_work(layer, call.b_segments, np.int64(0), call.b_count)
     scratch = expand_scratch(layer, longest)
     memory, copied = np.empty(CALL_FIELDS, np.int64), np.empty(0, np.float32)
     own = memory.ctypes.data

@@ -47,6 +47,10 @@ Index = Mapping[tuple[LayerShape, int], Sequence[Entry]]
 """The entries of a table by layer and tokens per tile."""
 
 
+def _unmeasured(batch: BatchShape, layer: LayerShape) -> None:
+    """Return no sizes; a lambda cannot be pickled."""
+
+
 @dataclass(frozen=True, eq=False)
 class TileSource:
     """Answers an engine's two questions about sizes; both functions are pure and cached."""
@@ -54,7 +58,7 @@ class TileSource:
     tile_tokens: Callable[[int, int], int]  # (num_tokens, active_slots) to tokens per tile
     choose_tiles: Callable[[BatchShape, LayerShape], TileConfig]
     files: tuple[str, ...] = ()  # tables in use, the strongest first; () means the rules alone
-    measured: Callable[[BatchShape, LayerShape], TileConfig | None] = lambda *_: None
+    measured: Callable[[BatchShape, LayerShape], TileConfig | None] = _unmeasured
     """Returns the sizes that a table of this very device has for a layer, or None."""
     like: str | None = None  # the device of the last table, where that is another one
 

@@ -89,8 +89,8 @@ MUTANTS = {
     "a failed prefetch stays": Mutant(
         store.AdapterStore,
         "_prefetched",
-        "if self._ahead.get(name) is job:",
-        "if self._ahead.get(name) is job and job.result.exception() is None:",
+        "self._forget_job(name, job)",
+        "if job.result.exception() is None:\n            self._forget_job(name, job)",
     ),
     "an older adapter that was made ready is loaded": Mutant(
         store.AdapterStore, "_commit", "if changes != self._changes:", "if False:"
@@ -102,7 +102,7 @@ MUTANTS = {
         "known = True",
     ),
     "memory grows beyond its budget": Mutant(
-        store.AdapterStore, "_note", "while total > self.cpu_bytes:", "while False:"
+        store, "keep", "while total > budget:", "while False:"
     ),
     "locks are taken in another order": Mutant(
         store.AdapterStore,
