@@ -37,7 +37,13 @@ from lora_backends.adapters.files.safetensors_file import read_safetensors
 from lora_backends.adapters.files.shards import read_shards, shards_of
 from lora_backends.adapters.files.tensor_checks import check_dtype, check_finite, described, typed
 from lora_backends.adapters.peft.config import ALL_LINEAR, PeftLoraConfig, read_config
-from lora_backends.adapters.peft.fused import OtherName, as_base, order_unknown, other_names
+from lora_backends.adapters.peft.fused import (
+    OtherName,
+    as_base,
+    order_unknown,
+    other_names,
+    without_second_names,
+)
 from lora_backends.adapters.peft.module_rules import (
     HEAD,
     ModuleRule,
@@ -275,15 +281,15 @@ def _with_promises(source: _Source, checkpoint: Checkpoint, used: set[str]) -> C
         used: the paths in it that the base model has as parts of modules, or as several.
     """
     config, replacements = source.config, checkpoint.own
-    others = [path for path in source.options.modules or () if path not in checkpoint.modules]
-    ends = {path.rpartition(".")[2] for path in used}
-    others += [p for p in source.others if p not in used and p.rpartition(".")[2] in ends]
+    known = {*(source.options.modules or ()), *source.others}
+    absent = sorted(known - {*checkpoint.modules, *used})
     config_path = checkpoint.folder / CONFIG_FILE
     # Without a base model nothing says which modules are targeted.
-    untrained = targets_among(config, others, config_path, source.options.limits) if others else []
+    targeted = targets_among(config, absent, config_path, source.options.limits) if absent else []
+    targeted += [path for path in absent if targets_parameter(config, f"{path}.weight")]
+    untrained = without_second_names(targeted, source.others, checkpoint.modules, used)
     stacked = [path for path in source.options.experts or () if path not in checkpoint.experts]
-    weights = (f"{path}.weight" for path in others)
-    untrained += [path for path in (*weights, *stacked) if targets_parameter(config, path)]
+    untrained += [path for path in stacked if targets_parameter(config, path)]
     promises = promises_of(config, untrained)
     check_tokens(source.path, replacements, promises)
     check_untrained(source.path, config, untrained)

@@ -8,7 +8,7 @@ Both compute what PEFT computes on a model with the adapter's own modules and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +82,36 @@ def order_unknown(module: str, modules: Mapping[str, ModuleSpec]) -> str | None:
         return None
     fused = (f"{parent}.{name}" for name in sorted(FUSED_NAMES))
     return next((path for path in fused if path in modules), None)
+
+
+def without_second_names(
+    targeted: Collection[str],
+    names: Mapping[str, OtherName],
+    served: Collection[str],
+    used: Collection[str],
+) -> list[str]:
+    """Return targeted paths without those that only name a module of the base model again.
+
+    A configuration may name q_proj and qkv_proj, of which the adapter's own model had one.
+
+    Args:
+        targeted: paths that the configuration targets, and the file has no LoRA for.
+        names: of `other_names`.
+        served: paths of the base model's modules that have LoRA.
+        used: the keys of `names` that the file has LoRA for.
+    """
+    through_others = {place for path in used for place, _ in names[path].places}
+    own = {*served} - through_others
+    last_names = {path.rpartition(".")[2] for path in used}
+
+    def is_meant(path: str) -> bool:
+        places = {place for place, _ in names[path].places}
+        if places & through_others:  # the adapter's model splits this module
+            return True
+        is_alone = places.isdisjoint(targeted) or path.rpartition(".")[2] in last_names
+        return is_alone and places.isdisjoint(own)
+
+    return [path for path in targeted if path not in names or is_meant(path)]
 
 
 def as_base(

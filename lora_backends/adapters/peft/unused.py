@@ -48,8 +48,9 @@ def without_unused(
         to_do = "load it on the model it was trained on"
         raise InvalidInputError(problem(path, what, told, "modules that it runs", to_do))
     warnings.warn(
-        f"{path} has {len(told)} modules that the base model lacks and has no use for; they are "
-        f"left out: {'; '.join(told[:3])}{'; ...' * (len(told) > 3)}",
+        f"{path}: {len(told)} of its {len({*groups, *owners})} modules are left out: the base "
+        f"model lacks them and has no use for them\n  given: {'; '.join(told[:3])}"
+        f"{'; ...' * (len(told) > 3)}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -15,6 +15,9 @@ _MEDIA = frozenset(
 )
 """Parts of models of images and sound besides their language model."""
 
+_OF_MIXED = ("audio", "text", "vision", "vq")
+"""Parts of the configuration of such a model; a text model's configuration has none of them."""
+
 
 def unused_by(base: nn.Module) -> Callable[[str], str | None]:
     """Return a function that says why a model has no use for a module that it lacks, or None.
@@ -25,9 +28,12 @@ def unused_by(base: nn.Module) -> Callable[[str], str | None]:
     modules = dict(base.named_modules())
     patterns = getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ()
     config = getattr(base, "config", None)
-    # A model of images may have another name for the part.
-    is_text = not any(map(_is_media, modules)) and not any(
-        hasattr(config, f"{kind}_config") for kind in ("vision", "audio")
+    # A model of images or sound may have another name for the part. `input_modalities` does not
+    # tell: Gemma3ForCausalLM inherits it from the model of images around it.
+    is_text = (
+        getattr(base, "main_input_name", "input_ids") == "input_ids"
+        and not any(map(_is_media, modules))
+        and not any(hasattr(config, f"{part}_config") for part in _OF_MIXED)
     )
 
     def reason(path: str) -> str | None:

@@ -137,7 +137,12 @@ class Replacements:
         for path, weight in checkpoint.base_weights.items():
             parameters[f"{path}.weight"] = OwnParameter(weight, alone=False)
         values: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        named: dict[tuple[str, str], torch.Tensor] = {}
         for called, parameter in parameters.items():
+            module_name, _, leaf = called.rpartition(".")
+            first = named.setdefault((renamed(module_name, self._modules), leaf), parameter.value)
+            if first.dtype != parameter.value.dtype or not first.equal(parameter.value):
+                raise _two_names(checkpoint, f"a tensor {called!r}")
             for path, name, base in self._places(checkpoint, called, parameter.alone):
                 if not is_plain(base):
                     raise _quantized(checkpoint, path)
@@ -177,7 +182,11 @@ class Replacements:
     def _tokens(self, checkpoint: Checkpoint) -> dict[str, TokenRows]:
         """Return the rows of embeddings that are replaced, by path; tied heads follow."""
         tokens: dict[str, TokenRows] = {}
-        by_path = {renamed(p, self._modules): rows for p, rows in checkpoint.own.tokens.items()}
+        by_path: dict[str, TokenRows] = {}
+        for called, rows in checkpoint.own.tokens.items():
+            first = by_path.setdefault(renamed(called, self._modules), rows)
+            if rows.ids != first.ids or not rows.values.equal(first.values):
+                raise _two_names(checkpoint, f"rows of {called!r}")
         for path, rows in by_path.items():
             embedding = self._modules.get(path)
             weight = None if embedding is None else embedding._parameters.get("weight")
@@ -369,6 +378,14 @@ def _kind_of_head(path: str) -> str:
 
 def _is_nonzero(bias: Any) -> bool:
     return bias is not None and bool(bias.any())
+
+
+def _two_names(checkpoint: Checkpoint, given: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{checkpoint.folder} has two names for one module of the base model, with different "
+        f"values\n  given: {given}, and one under another name\n  allowed: one of them\n"
+        f"  to do: save the adapter again"
+    )
 
 
 def _quantized(checkpoint: Checkpoint, path: str) -> UnsupportedInputError:

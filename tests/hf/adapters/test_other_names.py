@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_backends import InvalidInputError
 from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf.layout.unused import unused_by
 
 IDS = torch.arange(2 * 6).reshape(2, 6) + 3
 SIZES = {
@@ -113,7 +114,8 @@ def test_parts_for_images_are_left_out_of_a_language_model_alone(llava, llama, t
     options = {"target_modules": ["q_proj", "linear_1"], "modules_to_save": ["linear_2"]}
     folder, truth = save(llava, tmp_path / "a", **options)
     with pytest.warns(
-        RuntimeWarning, match=r"multi_modal_projector.linear_1': .* takes text alone"
+        RuntimeWarning,
+        match=r"(?s)3 of its 5 modules .*multi_modal_projector.linear_1': .* text alone",
     ):
         assert_rows(llama, folder, truth)
     edit(folder, lambda tensors: {k: t for k, t in tensors.items() if "language_model" not in k})
@@ -128,6 +130,57 @@ def test_parts_for_images_under_another_name_are_refused_by_a_model_of_images(ll
     folder, _ = save(llava, tmp_path / "a", rename, target_modules=["q_proj", "linear_1"])
     with pytest.raises(InvalidInputError, match=r"has no module 'model.connector"):
         MultiLoRAModel(copy.deepcopy(llava), "torch_ref").load_adapter("a", folder)
+
+
+def test_a_model_of_images_alone_does_not_leave_its_own_parts_out(tmp_path):
+    """Transformers 4 had the layers of CLIPVisionModel below vision_model."""
+    base = with_seed(lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)))
+    folder = tmp_path / "a"
+    peft.get_peft_model(
+        copy.deepcopy(base), peft.LoraConfig(target_modules=["q_proj"])
+    ).save_pretrained(folder)
+    tensors = of("vision_model.encoder.layers.0.self_attn.v_proj", 16, 16, rank=8)
+    edit(folder, lambda kept: kept | tensors)
+    config = Path(folder, "adapter_config.json")
+    values = json.loads(config.read_text()) | {"target_modules": ["q_proj", "v_proj"]}
+    config.write_text(json.dumps(values))
+    with pytest.raises(InvalidInputError, match="has no module 'vision_model.encoder.layers.0"):
+        MultiLoRAModel(base, "torch_ref").load_adapter("a", folder)
+
+
+def test_a_model_of_sound_does_not_leave_sound_out():
+    config = transformers.WhisperConfig(
+        vocab_size=40,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        pad_token_id=0,
+    )
+    unused = unused_by(with_seed(lambda: transformers.WhisperForConditionalGeneration(config)))
+    assert unused("audio_tower.layers.0.self_attn.q_proj") is None
+
+
+@pytest.mark.parametrize("kind", ["rows of tokens", "saved module"])
+def test_two_values_for_one_embedding_are_refused(llama, tmp_path, kind):
+    """Under the name it has in a model of images, and under the base model's."""
+    extra = {
+        "rows of tokens": {"trainable_token_indices": [3, 5]},
+        "saved module": {"modules_to_save": ["embed_tokens"]},
+    }[kind]
+    folder, _ = save(llama, tmp_path / "a", target_modules=["q_proj"], **extra)
+
+    def with_another(tensors):
+        mine = next(key for key in tensors if "embed_tokens" in key)
+        other = mine.replace("model.model.", "model.model.language_model.")
+        base = llama.model.embed_tokens.weight.detach()
+        given = base[[3, 5]] if kind == "rows of tokens" else base
+        return tensors | {mine: given.clone(), other: tensors[mine] + 1}
+
+    edit(folder, with_another)
+    with pytest.raises(InvalidInputError, match="two names for one module of the base model"):
+        MultiLoRAModel(copy.deepcopy(llama), "torch_ref").load_adapter("a", folder)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -153,6 +153,53 @@ def test_parts_that_are_not_trained_are_told(phi3, llama, tmp_path):
         MultiLoRAModel(copy.deepcopy(phi3), "torch_ref").load_adapter("a", folder)
 
 
+@pytest.mark.parametrize(
+    ("targets", "lacking"),
+    [
+        (["q_proj", "k_proj", "o_proj"], ["k_proj"]),
+        (["q_proj", "k_proj", "o_proj"], ["q_proj", "k_proj"]),
+        ("all-linear", ["k_proj"]),
+    ],
+)
+def test_parts_that_no_layer_has_are_told_or_refused(phi3, llama, tmp_path, targets, lacking):
+    """As on a base that splits them: PEFT's LoRA of these may be random numbers."""
+    folder = save(llama, tmp_path / "a", r=2, target_modules=targets)
+    file = Path(folder, "adapter_model.safetensors")
+    kept = {k: t for k, t in load_file(file).items() if not any(part in k for part in lacking)}
+    save_file(kept, file)
+    assert_lacks(phi3, folder, f"no LoRA for 'model.layers.1.self_attn.{lacking[-1]}'")
+
+
+def test_a_fused_module_that_no_layer_has_is_told_or_refused(phi3, llama, tmp_path):
+    folder = save(phi3, tmp_path / "a", r=2, target_modules=["qkv_proj", "o_proj"])
+    file = Path(folder, "adapter_model.safetensors")
+    save_file({key: t for key, t in load_file(file).items() if "qkv" not in key}, file)
+    assert_lacks(llama, folder, "no LoRA for 'model.layers.1.self_attn.qkv_proj'")
+
+
+def assert_lacks(base, folder, fact):
+    model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=24)
+    with pytest.warns(RuntimeWarning, match=fact):
+        model.load_adapter("a", folder)
+    config = Path(folder, "adapter_config.json")
+    values = json.loads(config.read_text()) | {"init_lora_weights": False}
+    config.write_text(json.dumps(values))
+    with pytest.raises(InvalidInputError, match="PEFT gives them random numbers"):
+        model.load_adapter("b", folder)
+
+
+@pytest.mark.parametrize("name", ["fused", "split"])
+def test_targets_may_name_a_module_twice(phi3, llama, tmp_path, name):
+    base = {"fused": phi3, "split": llama}[name]
+    folder = save(llama, tmp_path / "a", r=2, target_modules=["q_proj", "k_proj", "v_proj"])
+    config = Path(folder, "adapter_config.json")
+    values = json.loads(config.read_text()) | {"target_modules": ["qkv_proj", *SPLIT[:3]]}
+    config.write_text(json.dumps(values))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # nothing is missing
+        MultiLoRAModel(copy.deepcopy(base), "torch_ref").load_adapter("a", folder)
+
+
 def test_both_names_of_one_module_are_refused(phi3, llama, tmp_path):
     folder = save(llama, tmp_path / "a", r=2, target_modules=["q_proj"])
     other = save(phi3, tmp_path / "b", r=2, target_modules=["qkv_proj"])
