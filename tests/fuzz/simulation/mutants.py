@@ -89,8 +89,8 @@ MUTANTS = {
     "a failed prefetch stays": Mutant(
         store.AdapterStore,
         "_prefetched",
-        "if self._ahead.get(name) is job:",
-        "if self._ahead.get(name) is job and job.result.exception() is None:",
+        "self._forget_job(name, job)",
+        "job.result.cancelled() or job.result.exception() or self._forget_job(name, job)",
     ),
     "an older adapter that was made ready is loaded": Mutant(
         store.AdapterStore, "_commit", "if changes != self._changes:", "if False:"
@@ -101,9 +101,7 @@ MUTANTS = {
         "known = self._ahead.get(name) is job and not self._closed",
         "known = True",
     ),
-    "memory grows beyond its budget": Mutant(
-        store.AdapterStore, "_note", "while total > self.cpu_bytes:", "while False:"
-    ),
+    "memory grows beyond its budget": Mutant(store, "keep", "while total > budget:", "while False:"),
     "locks are taken in another order": Mutant(
         store.AdapterStore,
         "forget",

@@ -525,7 +525,7 @@ def test_an_answer_that_came_with_the_end_of_the_thread_is_found(model, monkeypa
 def test_an_alora_acts_from_its_own_invocation_on(model, tokens):
     """In prompts that are split, or not; the last place counts, and without one nothing acts."""
     checkpoint = random_checkpoint(model.base, TARGETS, seed=5)
-    own = dataclasses.replace(checkpoint.own, invocation=(7, 8))
+    own = dataclasses.replace(checkpoint.own, invocation=(7, 8), task_type="CAUSAL_LM")
     model.add_adapter("c", dataclasses.replace(checkpoint, own=own))
     inputs = [
         [7, 8, 1, 2, 3],
