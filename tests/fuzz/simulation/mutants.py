@@ -101,7 +101,9 @@ MUTANTS = {
         "known = self._ahead.get(name) is job and not self._closed",
         "known = True",
     ),
-    "memory grows beyond its budget": Mutant(store, "keep", "while total > budget:", "while False:"),
+    "memory grows beyond its budget": Mutant(
+        store, "keep", "while total > budget:", "while False:"
+    ),
     "locks are taken in another order": Mutant(
         store.AdapterStore,
         "forget",
