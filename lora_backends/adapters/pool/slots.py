@@ -120,7 +120,8 @@ class SlotTable:
             NoFreeSlotError: there is no room.
         """
         with self.lock:
-            new = [name for name in names if name not in self._slots]
+            # A name may come twice: it needs one slot.
+            new = list(dict.fromkeys(name for name in names if name not in self._slots))
             if not new:
                 return
             kinds = ("request", "prepared", "training")

@@ -468,21 +468,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
         return self._cancelled - coming - waiting - known
 
     def _create_batch_processor(self) -> Any:
-        """Return Transformers' processor, which also frees the adapters of cancelled requests.
-
-        Its scheduler clears cancelled requests before each pass, and while nothing runs.
-        """
+        """Return Transformers' processor, which also frees the adapters of cancelled requests."""
         processor = super()._create_batch_processor()
-        self._passes = Passes(processor)
-        scheduler = processor.scheduler
-        clear = type(scheduler).clear_cancelled_requests  # the instance's may be wrapped already
-
-        def clearing() -> Any:
-            cleared = clear(scheduler)
-            self._free_cancelled()
-            return cleared
-
-        scheduler.clear_cancelled_requests = clearing
+        self._passes = Passes(processor, self._free_cancelled)
         return processor
 
     def _generation_step(self) -> None:

@@ -24,9 +24,11 @@ class Passes:
 
     Args:
         processor: a `ContinuousBatchProcessor` without asynchronous batching.
+        cleared: called where the scheduler clears cancelled requests: before each pass, and while
+            nothing runs.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, cleared: Callable[[], None]) -> None:
         self._processor = processor
         inputs = processor.inputs_and_outputs
         # The class's, because a manager that starts again keeps its processor.
@@ -41,6 +43,19 @@ class Passes:
             self._prepare(inputs, requests_in_batch=requests_in_batch, **options)
 
         inputs.prepare_batch_tensors = preparing
+        scheduler = processor.scheduler
+        clear = type(scheduler).clear_cancelled_requests
+
+        def clearing() -> Any:
+            states = clear(scheduler)
+            cleared()
+            # Where the cache is full, Transformers holds requests back until one ends with its last
+            # token. One that fails or is cancelled ends without.
+            if not scheduler.active_requests:
+                scheduler.block_new_requests = False
+            return states
+
+        scheduler.clear_cancelled_requests = clearing
 
     def run(self, run_pass: Callable[[], None]) -> None:
         """Run the pass that was prepared.

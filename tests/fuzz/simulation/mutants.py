@@ -90,7 +90,7 @@ MUTANTS = {
         store.AdapterStore,
         "_prefetched",
         "self._forget_job(name, job)",
-        "if job.result.exception() is None:\n            self._forget_job(name, job)",
+        "job.result.cancelled() or job.result.exception() or self._forget_job(name, job)",
     ),
     "an older adapter that was made ready is loaded": Mutant(
         store.AdapterStore, "_commit", "if changes != self._changes:", "if False:"

@@ -43,7 +43,7 @@ MUTANTS = {
         passes.Passes, "_run_one_by_one", "inputs.requests_in_batch = []", "pass"
     ),
     "a waiting request starves": Mutant(
-        line.Line, "_is_turn", "return loaded and time.monotonic() - since < PASS_S", "return True"
+        line, "may_try", "(is_loaded and now - first_refused < PASS_S)", "True"
     ),
     "a cancelled request waits on": Mutant(
         line.Line, "wait", "if request_id in self._cancelled:", "if False:"

@@ -12,6 +12,7 @@ from helpers.deltas import random_checkpoint
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from lora_backends import InvalidInputError, UnsupportedInputError
+from lora_backends.errors import RequestFailedError
 from lora_backends.hf import MultiLoRAModel
 
 WORDS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
@@ -83,6 +84,31 @@ def test_a_blend_of_more_adapters_than_slots_does_not_wait(model):
             blend = dict.fromkeys("abc", 0.5)
             with pytest.raises(InvalidInputError, match="no slot"):
                 soon(lambda: requests.add_request([1, 2], adapter=blend))
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled"])
+def test_a_request_that_was_put_back_runs_when_the_one_before_it_ends_early(model, end):
+    """In a full cache Transformers puts one back, until another has its last token."""
+
+    def end_the_first(*_):
+        if ended or not requests.batch_processor.scheduler.block_new_requests:
+            return
+        ended.append(end)
+        if end == "failed":
+            raise RuntimeError("once")
+        requests.cancel_request(names[0])
+
+    ended, long = [], {"max_new_tokens": 24}
+    config = settings(num_blocks=6, max_batch_tokens=32)
+    with model.continuous_batching(continuous_batching_config=config) as requests:
+        model.base.model.embed_tokens.register_forward_pre_hook(end_the_first)
+        with requests.pause():  # so that they share passes
+            names = requests.add_requests([[3] * 16, [4] * 16], adapters=["a", "b"], **long)
+        if end == "failed":
+            with pytest.raises(RequestFailedError, match="once"):
+                soon(requests.collect, names[:1])
+        found = soon(requests.collect, names[1:])
+    assert ended and found[names[1]].generated_tokens == alone(model, [4] * 16, "b", 24)
 
 
 def test_a_handler_that_fails_takes_no_output_of_others(model):
