@@ -12,6 +12,7 @@ from lora_backends.cli.console import output, step, table
 from lora_backends.cli.options import JsonFlag
 from lora_backends.errors import InvalidInputError
 from lora_backends.planning.cards import Card, find_card, read_card, with_memory
+from lora_backends.planning.checks import check_number
 from lora_backends.planning.fleet import Fleet, Plan, make_plan
 from lora_backends.planning.shapes import read_shapes
 from lora_backends.planning.simulation import Outcome
@@ -81,6 +82,8 @@ def plan(
         from lora_backends.bench.results import writable_file
 
         plot = writable_file(plot, "--plot")
+    if cpu_gb is not None:
+        check_number("--cpu-gb", cpu_gb, least=0, most=1e9)
     fleet = Fleet(
         rows=rows,
         slots=slots,
@@ -121,8 +124,8 @@ def plan(
 
 
 def _card(name: str, memory_gb: float | None) -> Card:
-    if memory_gb is not None and not memory_gb > 0:
-        raise InvalidInputError(f"--memory-gb is {memory_gb}\n  allowed: more than 0")
+    if memory_gb is not None:
+        check_number("--memory-gb", memory_gb, most=1e9)
     if not name.endswith(".json"):
         return with_memory(find_card(name), memory_gb)
     if memory_gb is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lora_backends.errors import InvalidInputError, did_you_mean
-from lora_backends.planning.shapes import Layer, ModelShapes
+from lora_backends.planning.shapes import EIGHT_BIT, SCALE_BYTES, Layer, ModelShapes
 
 TABLE = "cards.json"
 LAUNCHES = 2  # of run_linear: one makes h, one makes y
@@ -58,7 +58,15 @@ class Card:
     cells: tuple[Measured, ...]
     source: str
 
-    def linear_s(self, layer: Layer, tokens: int, adapters: int, rank: int, width: int) -> float:
+    def linear_s(
+        self,
+        layer: Layer,
+        tokens: int,
+        adapters: int,
+        rank: int,
+        width: int,
+        stored: int | None = None,
+    ) -> float:
         """Return the seconds of one `run_linear`.
 
         The limit is the bytes of `Cell.bytes_moved` over the rate of a copy, and the launches; the
@@ -69,11 +77,15 @@ class Card:
             tokens: rows of x.
             adapters: that have a token.
             rank: of each.
-            width: bytes of a value.
+            width: bytes of a value of x and y.
+            stored: bytes of a value of A and B; None: `width`. One byte has scales besides.
         """
         out, slices = sum(layer.output_slices), len(layer.output_slices)
-        of_a = (adapters * slices * rank + tokens) * layer.in_features
-        moved = width * (of_a + (adapters * rank + 2 * tokens) * out)
+        stored = stored or width
+        moved = width * tokens * (layer.in_features + 2 * out)
+        moved += stored * adapters * rank * (slices * layer.in_features + out)
+        if stored == 1:
+            moved += SCALE_BYTES * adapters * (slices * rank + out)
         limit = moved / self.copy_bytes_per_s + LAUNCHES * self.launch_s
         like = Measured(layer.in_features, out, slices, tokens, adapters, rank, 1.0)
         return limit / min(self.cells, key=like.distance).efficiency
@@ -82,11 +94,12 @@ class Card:
         """Return the seconds that the adapters add to a pass of the model."""
         if not tokens or not adapters:
             return 0.0
-        width = 1 if model.adapter_dtype != model.dtype else (4 if model.dtype == "float32" else 2)
+        width = 4 if model.dtype == "float32" else 2
+        stored = 1 if model.adapter_dtype in EIGHT_BIT else width
         return sum(
             layer.count
             * (
-                self.linear_s(layer, tokens, adapters, model.rank, width)
+                self.linear_s(layer, tokens, adapters, model.rank, width, stored)
                 + (self.host_s if eager else 0.0)
             )
             for layer in model.layers

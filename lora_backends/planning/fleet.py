@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.planning.cards import Card
+from lora_backends.planning.checks import check_number, check_whole
 from lora_backends.planning.shapes import ModelShapes
 from lora_backends.planning.simulation import Outcome, Times, simulate
 from lora_backends.planning.traffic import Traffic
@@ -56,21 +57,17 @@ class Fleet:
     eager: bool = False
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or (self.slots is not None and self.slots < 1):
-            raise InvalidInputError(
-                f"rows {self.rows} and slots {self.slots}\n  allowed: 1 or more"
-            )
-        if not 0 <= self.spare < 1:
-            raise InvalidInputError(f"spare is {self.spare}\n  allowed: 0 to less than 1")
-        if self.cpu_bytes is not None and self.cpu_bytes < 0:
-            raise InvalidInputError(f"cpu_bytes is {self.cpu_bytes}\n  allowed: 0 or more")
+        check_whole("rows", self.rows)
+        if self.slots is not None:
+            check_whole("slots", self.slots)
+        check_number("spare", self.spare, least=0, most=0.999)
+        if self.cpu_bytes is not None:
+            check_whole("cpu_bytes", self.cpu_bytes, least=0, most=10**18)
         for key in ("max_wait_s", "load_bytes_per_s", "disk_bytes_per_s"):
-            if not (getattr(self, key) > 0 and math.isfinite(getattr(self, key))):
-                raise InvalidInputError(f"{key} is {getattr(self, key)}\n  allowed: more than 0")
+            check_number(key, getattr(self, key))
         for key in ("base_step_s", "prompt_tokens_per_s"):
-            given = getattr(self, key)
-            if given is not None and not (given > 0 and math.isfinite(given)):
-                raise InvalidInputError(f"{key} is {given}\n  allowed: more than 0")
+            if getattr(self, key) is not None:
+                check_number(key, getattr(self, key))
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) ->
     most = min(slots, len(traffic.divided(cards)[0]))
     steps = sorted({*(2**i for i in range(most.bit_length())), most})
     by_slots = tuple(run("by adapter", cards, count) for count in steps)
-    good = [o.slots for o in by_slots if o.loading <= THRASHES and o.wait_p95_s <= fleet.max_wait_s]
+    good = [o.slots for o in by_slots if o.loading <= THRASHES and _is_good(o, fleet)]
     chosen = by_slots[-1]
     mean = max(1, round(chosen.mean_rows)), max(1, round(chosen.mean_adapters))
     return Plan(
@@ -211,13 +208,9 @@ def _times(model: ModelShapes, card: Card, fleet: Fleet, cache_bytes: int) -> Ti
 
 def _fewest(run: Callable[[int], Outcome], fleet: Fleet) -> tuple[int | None, Outcome | None]:
     """Return the fewest cards that keep up with short waits, and their outcome."""
-
-    def good(outcome: Outcome) -> bool:
-        return outcome.keeps_up and outcome.wait_p95_s <= fleet.max_wait_s
-
     low, high = 0, 1  # `low` cards are too few
     outcome = run(high)
-    while not good(outcome):
+    while not _is_good(outcome, fleet):
         if high == MOST_CARDS:
             return None, None
         low, high = high, min(2 * high, MOST_CARDS)
@@ -225,11 +218,15 @@ def _fewest(run: Callable[[int], Outcome], fleet: Fleet) -> tuple[int | None, Ou
     while high - low > 1:
         middle = (low + high) // 2
         tried = run(middle)
-        if good(tried):
+        if _is_good(tried, fleet):
             high, outcome = middle, tried
         else:
             low = middle
     return high, outcome
+
+
+def _is_good(outcome: Outcome, fleet: Fleet) -> bool:
+    return outcome.keeps_up and outcome.wait_p95_s <= fleet.max_wait_s
 
 
 def _gb(size: float) -> str:

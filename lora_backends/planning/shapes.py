@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from lora_backends.errors import (
     did_you_mean,
     shown,
 )
+from lora_backends.planning.checks import check_whole
 
 DTYPES = ("float16", "bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 EIGHT_BIT = DTYPES[3:]
@@ -105,13 +106,15 @@ def read_shapes(
         ("dtype", dtype, DTYPES[:3]),
         ("adapter_dtype", adapter_dtype, (dtype, *EIGHT_BIT)),
     ):
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise InvalidInputError(
-                f"{option} is {shown(value)}{did_you_mean(value, allowed)}\n"
+                f"{option} is {shown(value)}{did_you_mean(str(value), allowed)}\n"
                 f"  allowed: {', '.join(allowed)}"
             )
     max_rank = rank if max_rank is None else max_rank
-    if not 1 <= rank <= max_rank:
+    check_whole("rank", rank)
+    check_whole("max_rank", max_rank)
+    if rank > max_rank:
         raise InvalidInputError(
             f"rank {rank} and max_rank {max_rank} do not fit\n  allowed: 1 <= rank <= max_rank"
         )
@@ -135,6 +138,8 @@ def read_shapes(
     own = values * rank // max_rank  # every matrix has one axis of the rank
     scale_rows = sum(len(a) * rank // max_rank + b.numel() // max_rank for a, b in pairs)
     layers, left_out = _layers(adapted, shared)
+    if getattr(base.config, "quantization_config", None) is not None:
+        notes.append(f"quantization_config is not read: weights count as {dtype}")
     return ModelShapes(
         origin=str(file),
         base_bytes=sum(p.numel() * p.element_size() for p in stored),
@@ -173,7 +178,9 @@ def _on_meta(file: Path, dtype: torch.dtype) -> Any:
         # Read from the file alone: plan runs no code that a model brings.
         configuration = transformers.AutoConfig.for_model(**found)
         with torch.device("meta"):
-            base = transformers.AutoModelForCausalLM.from_config(configuration, dtype=dtype)
+            base = transformers.AutoModelForCausalLM.from_config(
+                configuration, dtype=dtype, trust_remote_code=False
+            )
     except Exception as error:  # of the model's own code, whatever it is
         raise UnsupportedInputError(
             f"Transformers makes no causal language model of {file}\n"
@@ -220,7 +227,7 @@ def _watch(base: Any) -> tuple[dict[str, int], float | None, list[str]]:
     if grown <= 0:
         return shared, None, ["the cache does not grow with the tokens, so its size is unknown"]
     notes = []
-    if getattr(base.config, "sliding_window", None):
+    if getattr(base.config.get_text_config(), "sliding_window", None):
         notes.append("layers with a sliding window keep fewer tokens than is counted here")
     return shared, grown, notes
 
@@ -253,13 +260,17 @@ def _adapted(
             "  to do: pip install 'lora-backends[bench]'"
         ) from error
     modules = target_modules if isinstance(target_modules, str) else list(target_modules)
+    if not isinstance(modules, str):
+        _check_names("target_modules", modules, dict(base.named_modules()))
+    _check_names("target_parameters", target_parameters, dict(base.named_parameters()))
     config = LoraConfig(
         r=rank, target_modules=modules, target_parameters=list(target_parameters) or None
     )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = get_peft_model(base, config)
+            # On the meta device, too: an adapter of a large mixture takes gigabytes.
+            model = get_peft_model(base, config, low_cpu_mem_usage=True)
     except Exception as error:  # PEFT has no class of its own
         raise UnsupportedInputError(
             f"PEFT makes no adapter\n  given: target_modules {modules}, target_parameters "
@@ -273,6 +284,16 @@ def _adapted(
                 made = [getattr(each["default"], "weight", each["default"]) for each in held]
                 found[path] = _Adapted(made[0], made[1], hasattr(module, "parameter_name"))
     return found
+
+
+def _check_names(option: str, names: Sequence[str], paths: Mapping[str, object]) -> None:
+    """Refuse names that end no path: PEFT adapts the others without a word."""
+    for name in names:
+        if not any(path == name or path.endswith(f".{name}") for path in paths):
+            last = {path.rpartition(".")[2] for path in paths}
+            raise InvalidInputError(
+                f"{option} has {name!r}, which the model has not{did_you_mean(name, last)}"
+            )
 
 
 def _layers(

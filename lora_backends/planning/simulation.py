@@ -29,7 +29,7 @@ class Times(NamedTuple):
     step: Callable[[int, int], float]  # of a decode step, by rows and by adapters among them
     prompt: Callable[[int], float]  # of a prompt, by its tokens
     load: float  # of an adapter from memory into a slot; the batch waits
-    read: float  # of an adapter from a disk into memory; its request waits
+    read: float  # of an adapter from a disk into memory; its request waits, one read at a time
 
 
 class _Held(NamedTuple):
@@ -88,7 +88,7 @@ def simulate(
     """
     card = _Card(requests, times, slots, rows, adapter_bytes, memory_bytes)
     for adapter in in_memory:
-        keep(card.memory, f"adapter {adapter}", card.adapter, memory_bytes)
+        card.keep(f"adapter {adapter}")
     return card.run()
 
 
@@ -103,22 +103,29 @@ class _Card:
         memory_bytes: int,
     ) -> None:
         self._requests, self._times, self._most_rows = requests, times, rows
-        self.adapter, self._budget = _Held(adapter_bytes), memory_bytes
+        self._adapter, self._budget = _Held(adapter_bytes), memory_bytes
         self._slots = SlotTable(slots)
         self._slots.provider = self._provide
-        self.memory: OrderedDict[str, _Held] = OrderedDict()
+        self._memory: OrderedDict[str, _Held] = OrderedDict()
+        self._kept = 0  # bytes in memory
         self._now, self._coming = 0.0, 0
         self._line: deque[int] = deque()  # numbers of requests, in order of arrival
+        self._begins: list[float] = []  # waits so far of requests whose first step comes next
         self._refused: dict[int, float] = {}  # when a request of the line found no slot
         self._running: list[_Running] = []
         self._from = "slot"  # where the last adapter came from
         self._stall = 0.0  # of the batch, before the next step
+        self._disk = 0.0  # when the last read ends
         self._first = int(WARM_UP * len(requests))
         self._origins: dict[str, int] = {"slot": 0, "memory": 0, "disk": 0}
         self._waits: list[float] = []
         self._busy = self._loading = self._row_s = self._adapter_s = self._begun = 0.0
         self._tokens = 0
         self._trace: list[tuple[str, int, str]] = []
+
+    def keep(self, name: str) -> None:
+        """Keep an adapter in memory, the last to be dropped."""
+        self._kept = keep(self._memory, name, self._adapter, self._budget, self._kept)
 
     def run(self) -> Outcome:
         while self._coming < len(self._requests) or self._line or self._running:
@@ -170,12 +177,15 @@ class _Card:
         self._refused.pop(number, None)
         self._running.append(_Running(number, request, request.output, slot))
         self._trace.append(("begin", number, name))
-        if name in self.memory:
-            self.memory.move_to_end(name)
-        read = self._times.read if self._from == "disk" else 0.0
+        if name in self._memory:
+            self._memory.move_to_end(name)
+        read = 0.0
+        if self._from == "disk":
+            self._disk = max(self._disk, self._now) + self._times.read
+            read = self._disk - self._now
         if number >= self._first:
             self._origins[self._from] += 1
-            self._waits.append(self._now - request.arrival + read)
+            self._begins.append(self._now - request.arrival + read)
         self._stall += self._times.prompt(request.prompt)
         if self._from != "slot":
             self._stall += self._times.load
@@ -190,9 +200,9 @@ class _Card:
                 if name in self._slots:
                     continue
                 slot, _ = self._slots.candidate(name)
-                self._from = "memory" if name in self.memory else "disk"
+                self._from = "memory" if name in self._memory else "disk"
                 self._slots.vacate(name, slot)
-                keep(self.memory, name, self.adapter, self._budget)
+                self.keep(name)
                 self._slots.assign(name, slot)
 
         return commit
@@ -207,6 +217,9 @@ class _Card:
             gap = self._requests[self._coming].arrival - self._now - self._stall
             count = max(1, min(count, int(gap / step) + 1))
         passed = self._stall + count * step
+        # Prompts and copies of all that begin together come before the first step of each.
+        self._waits += [wait + self._stall for wait in self._begins]
+        self._begins = []
         if self._coming > self._first:
             self._busy += passed
             self._row_s += rows * passed
@@ -224,8 +237,16 @@ class _Card:
         self._running = still
 
     def _outcome(self) -> Outcome:
+        # Where the simulation stopped early, those in the line have waited at least so long.
+        waits = self._waits + [
+            self._now - self._requests[number].arrival
+            for number in self._line
+            if number >= self._first
+        ]
+        cuts = (
+            quantiles(waits, n=20, method="inclusive") if len(waits) > 1 else (waits or [0.0]) * 19
+        )
         counted = len(self._waits)
-        cuts = quantiles(self._waits, n=20, method="inclusive") if counted > 1 else [0.0] * 19
         time = max(self._now - self._begun, 1e-9)
         last = self._requests[-1].arrival
         mean_output = sum(r.output for r in self._requests) / len(self._requests)
@@ -245,6 +266,6 @@ class _Card:
             loading=self._loading / time,
             mean_rows=self._row_s / max(self._busy, 1e-9),
             mean_adapters=self._adapter_s / max(self._busy, 1e-9),
-            keeps_up=not self._line and self._now - last <= grace,
+            keeps_up=not self._line and max(self._now, self._disk) - last <= grace,
             trace=tuple(self._trace),
         )

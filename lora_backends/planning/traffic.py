@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
-import math
 import random
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lora_backends.errors import InvalidInputError
+from lora_backends.planning.checks import check_number, check_whole
 
 
 class Request(NamedTuple):
@@ -36,7 +36,7 @@ class Traffic:
         seed: of every draw.
 
     Raises:
-        InvalidInputError: a number that is too small.
+        InvalidInputError: a number that is too small or too large.
     """
 
     adapters: int
@@ -49,12 +49,10 @@ class Traffic:
 
     def __post_init__(self) -> None:
         for key in ("adapters", "prompt_tokens", "output_tokens", "requests"):
-            if getattr(self, key) < 1:
-                raise InvalidInputError(f"{key} is {getattr(self, key)}\n  allowed: 1 or more")
-        if not (self.rate > 0 and math.isfinite(self.rate)):
-            raise InvalidInputError(f"rate is {self.rate}\n  allowed: more than 0, per second")
-        if not (self.zipf >= 0 and math.isfinite(self.zipf)):
-            raise InvalidInputError(f"zipf is {self.zipf}\n  allowed: a number, 0 or more")
+            check_whole(key, getattr(self, key))
+        check_whole("seed", self.seed, least=0, most=2**64)
+        check_number("rate", self.rate, most=1e9)
+        check_number("zipf", self.zipf, least=0, most=100)
 
     def popularity(self) -> list[float]:
         """Return the share of the requests that each adapter gets; they add up to 1."""
@@ -94,8 +92,8 @@ class Traffic:
         loads: list[tuple[float, int]] = [(0.0, card) for card in range(cards)]
         owned: list[list[int]] = [[] for _ in range(cards)]
         for adapter, share in enumerate(popularity):
-            load, card = min(loads)
-            loads[card] = (load + share, card)
+            load, card = loads[0]
+            heapq.heapreplace(loads, (load + share, card))
             owned[card].append(adapter)
         load, card = max(loads)
         return owned[card], load

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -55,8 +55,10 @@ class MultiLoRAEncoder:
         self._call = _Call()
         self._forward, self._preprocess = base.forward, self.encoder.preprocess
         # The first module calls `forward` by its name, so hooks of the model would not see it.
-        base.forward = _like(base.forward, self._run_forward)
-        self.encoder.preprocess = _like(self._preprocess, self._run_preprocess)
+        self._changes = [
+            _Change(base, "forward", self._run_forward),
+            _Change(encoder, "preprocess", self._run_preprocess),
+        ]
 
     @property
     def adapters(self) -> list[str]:
@@ -104,6 +106,7 @@ class MultiLoRAEncoder:
 
         Arguments and errors as of `encode`.
         """
+        self._check_attached()
         documents = list(documents)
         given = _marked(documents, _entries(adapters, len(documents)))
         with self._open(options, len(documents)):
@@ -119,16 +122,24 @@ class MultiLoRAEncoder:
         Raises:
             InvalidInputError: a call is running.
         """
-        base = self.lora.detach()
-        for holder, name in ((base, "forward"), (self.encoder, "preprocess")):
-            vars(holder).pop(name, None)
+        self.lora.detach()
+        for change in self._changes:
+            change.undo()
+        self._changes = []  # a second wrapper may have come by the next call
         return self.encoder
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copy and pickle, as `MultiLoRAModel`."""
+        raise _no_copy()
 
     def __repr__(self) -> str:
         return f"<MultiLoRAEncoder of {type(self.encoder).__name__}, {self.adapters}>"
 
     def _served(self, name: str, inputs: Any, adapters: Any, options: dict[str, Any]) -> Any:
+        self._check_attached()
         method = self._method(name)
+        if isinstance(inputs, Iterator):
+            inputs = list(inputs)
         if self.encoder.is_singular_input(inputs):
             value = inputs.tolist() if hasattr(inputs, "tolist") else inputs
             given, count = marked(value, _entries(adapters, 1)[0]), 1
@@ -137,6 +148,10 @@ class MultiLoRAEncoder:
             given, count = _marked(values, _entries(adapters, len(values))), len(values)
         with self._open(options, count):
             return method(inputs=given, **options)
+
+    def _check_attached(self) -> None:
+        if not self._changes:
+            raise InvalidInputError("the encoder was detached\n  to do: wrap it again")
 
     def _method(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] | None = getattr(self.encoder, name, None)
@@ -238,24 +253,62 @@ def _base_of(encoder: Any) -> Any:
     return outer[0]
 
 
-def _like(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `instead` and has the signature of `original`."""
+class _Method:
+    """A function in place of a method, with its signature.
 
-    @functools.wraps(original)
-    def method(*args: Any, **options: Any) -> Any:
-        return instead(*args, **options)
+    A copy of the encoder would hold this very function, and run the weights of the original.
+    """
 
-    return method
+    def __init__(self, original: Callable[..., Any], instead: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._instead = instead
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._instead(*args, **options)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _no_copy()
+
+
+class _Change:
+    """A method of one object that was replaced, until `undo`."""
+
+    def __init__(self, holder: Any, name: str, instead: Callable[..., Any]) -> None:
+        self._holder, self._name = holder, name
+        # Other libraries replace methods, too: Accelerate does.
+        self._before = vars(holder).get(name)
+        self._made = _Method(getattr(holder, name), instead)
+        setattr(holder, name, self._made)
+
+    def undo(self) -> None:
+        own = vars(self._holder)
+        if own.get(self._name) is not self._made:
+            return  # replaced by somebody else since
+        del own[self._name]
+        if self._before is not None:
+            own[self._name] = self._before
+
+
+def _no_copy() -> UnsupportedInputError:
+    return UnsupportedInputError(
+        "an encoder with adapters cannot be copied or pickled\n"
+        "  to do: detach it first, or copy the encoder before it is wrapped"
+    )
 
 
 def _entries(adapters: Any, count: int) -> list[Any]:
     """Return an entry for each of `count` texts."""
     if adapters is None or isinstance(adapters, (str, dict)):
         return [adapters] * count
+    if hasattr(adapters, "tolist"):  # an array
+        adapters = adapters.tolist()
     if not isinstance(adapters, Sequence) or len(adapters) != count:
-        given = len(adapters) if isinstance(adapters, Sequence) else shown(adapters)
+        given = (
+            f"has {len(adapters)} entries" if isinstance(adapters, Sequence)
+            else f"is {shown(adapters)}"
+        )  # fmt: skip
         raise InvalidInputError(
-            f"adapters has {given} entries for {count} texts\n"
+            f"adapters {given} for {count} texts\n"
             f"  allowed: one name, blend or None per text, or one for all"
         )
     return list(adapters)

@@ -1,5 +1,7 @@
 """Every text of an embedder or reranker gets what PEFT computes with its adapter alone."""
 
+import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -192,10 +194,48 @@ def test_without_the_wrapper_the_encoder_is_as_it_was(make, saved):
     assert "preprocess" not in vars(plain) and "forward" not in vars(plain[0].model)
 
 
+def test_a_generator_and_arrays_are_read_as_lists(make):
+    encoder = make("bert")
+    wanted = encoder.encode(TEXTS, adapters=ADAPTERS)
+    assert np.array_equal(encoder.encode(iter(TEXTS), adapters=np.array(ADAPTERS)), wanted)
+
+
+def test_a_copy_would_run_the_weights_of_the_original(make):
+    encoder = make("bert")
+    for held in (encoder, encoder.encoder, encoder.encoder[0].model):
+        with pytest.raises(UnsupportedInputError, match="cannot be copied"):
+            copy.deepcopy(held)
+    with pytest.raises(UnsupportedInputError, match="cannot be copied"):
+        pickle.dumps(encoder)
+    plain = copy.deepcopy(encoder.detach())
+    for parameter in plain.parameters():
+        parameter.data.zero_()
+    assert not plain.encode(TEXTS).any()
+
+
+def test_detach_leaves_what_others_replaced(make, saved):
+    plain = made("bert", saved)
+    inner = plain[0].model
+    of_others, forward = [], inner.forward
+    inner.forward = lambda *args, **inputs: (of_others.append(1), forward(*args, **inputs))[1]
+    replaced = inner.forward
+    first = MultiLoRAEncoder(plain, backend="torch_ref", max_rank=4)
+    first.detach()
+    assert inner.forward is replaced
+    second = MultiLoRAEncoder(plain, backend="torch_ref", max_rank=4)
+    second.load_adapter("law", f"{saved['bert']}-law")
+    first.detach()
+    found = second.encode(TEXTS, adapters="law")
+    assert np.array_equal(found, make("bert").encode(TEXTS, adapters="law")) and of_others
+    second.detach()
+    with pytest.raises(InvalidInputError, match="was detached"):
+        second.encode(TEXTS, adapters=None)
+
+
 def test_what_is_refused(make, saved):
     encoder = make("bert")
-    for adapters in (["law"], [None] * 8, 3):
-        with pytest.raises(InvalidInputError, match="entries for 9 texts"):
+    for adapters, words in ((["law"], "has 1 entries"), ([None] * 8, "has 8 entries"), (3, "is 3")):
+        with pytest.raises(InvalidInputError, match=f"adapters {words} for 9 texts"):
             encoder.encode(TEXTS, adapters=adapters)
     with pytest.raises(InvalidInputError, match="lawn"):
         encoder.encode(TEXTS, adapters="lawn")

@@ -52,7 +52,10 @@ def test_json_has_the_same_numbers(run):
     [
         (["--card", "h2000"], "NVIDIA H200"),
         (["--card", "bench.json"], "--memory-gb"),
-        (["--memory-gb", "0"], "more than 0"),
+        (["--memory-gb", "0"], "--memory-gb is 0"),
+        (["--memory-gb", "inf"], "--memory-gb is inf"),
+        (["--cpu-gb", "nan"], "--cpu-gb is nan"),
+        (["--adapters", "10000000000"], "adapters is 10000000000"),
         (["--rate", "0"], "rate is 0"),
         (["--target-modules", "nothing"], "nothing"),
     ],

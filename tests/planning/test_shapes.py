@@ -89,6 +89,47 @@ def test_modules_with_one_input_are_one_layer_and_the_cache_is_counted(make_base
     assert planned.cache_bytes_per_token == held / 10
 
 
+def test_the_adapter_takes_no_memory(make_base, config_of, monkeypatch):
+    places, fill = set(), torch.nn.init.kaiming_uniform_
+
+    def noted(tensor, *args, **options):
+        places.add(tensor.device.type)
+        return fill(tensor, *args, **options)
+
+    config = config_of(make_base("llama"))
+    monkeypatch.setattr(torch.nn.init, "kaiming_uniform_", noted)
+    read_shapes(config, 4)
+    assert places == {"meta"}
+
+
+def test_code_that_a_model_brings_is_refused_without_a_question(tmp_path, monkeypatch):
+    own = {"auto_map": {"AutoModelForCausalLM": "some/where--code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", **own}))
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "n")
+    with pytest.raises(UnsupportedInputError, match="no causal language model"):
+        read_shapes(tmp_path)
+    assert not asked
+
+
+def test_notes_tell_of_quantised_weights_and_sliding_windows(make_base, tmp_path):
+    config = make_base("llama").config.to_dict()
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert any("quantization_config" in note for note in read_shapes(tmp_path).notes)
+    sizes = {key: config[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    text = {**sizes, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    vision = {**sizes, "num_hidden_layers": 1, "num_attention_heads": 2}
+    del vision["vocab_size"]
+    nested = {
+        "model_type": "gemma3", "text_config": {**text, "head_dim": 8, "sliding_window": 512},
+        "vision_config": vision,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    found = read_shapes(tmp_path)
+    assert found.cache_bytes_per_token and any("sliding window" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("content", "options", "error", "match"),
     [
@@ -96,11 +137,17 @@ def test_modules_with_one_input_are_one_layer_and_the_cache_is_counted(make_base
         ("{}", {}, InvalidInputError, "no model_type"),
         ('{"model_type": "lama"}', {}, UnsupportedInputError, "lama"),
         ('{"model_type": "vit"}', {}, UnsupportedInputError, "causal"),
-        (None, {"rank": 0}, InvalidInputError, "rank 0"),
+        ("[]", {}, InvalidInputError, "no model_type"),
+        (None, {"rank": 0}, InvalidInputError, "rank is 0"),
+        (None, {"rank": "4"}, InvalidInputError, "rank is '4'"),
+        (None, {"rank": 10**12}, InvalidInputError, "rank is 1000000000000"),
+        (None, {"dtype": torch.float16}, InvalidInputError, "dtype is torch.float16"),
         (None, {"rank": 8, "max_rank": 4}, InvalidInputError, "max_rank 4"),
         (None, {"dtype": "int8"}, InvalidInputError, "bfloat16"),
         (None, {"adapter_dtype": "int4"}, InvalidInputError, "int8"),
-        (None, {"target_modules": ["no_proj"]}, UnsupportedInputError, "no_proj"),
+        (None, {"target_modules": ["no_proj"]}, InvalidInputError, "no_proj"),
+        (None, {"target_modules": ["q_proj", "no_proj"]}, InvalidInputError, "no_proj"),
+        (None, {"target_parameters": ["experts.up"]}, InvalidInputError, "experts.up"),
     ],
 )
 def test_what_is_refused(make_base, tmp_path, content, options, error, match):

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+from collections import OrderedDict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import save_file
 
 from lora_backends import InvalidInputError
 from lora_backends.adapters import AdapterPool, AdapterStore, ModuleSpec
+from lora_backends.adapters.pool import policy
 from lora_backends.planning.cards import Card, Measured
 from lora_backends.planning.fleet import Fleet, make_plan
 from lora_backends.planning.shapes import Layer, ModelShapes
@@ -90,10 +93,59 @@ def test_copies_and_reads_take_their_times():
     requests = [Request(float(i), i % 2, 1, 1) for i in range(10)]
     times = TIMES._replace(load=0.1, read=0.3)
     outcome = simulate(requests, times, slots=1, rows=1, adapter_bytes=1, memory_bytes=1)
-    assert outcome.disk_rate == 1.0 and outcome.wait_p50_s == pytest.approx(0.3)
+    assert outcome.disk_rate == 1.0 and outcome.wait_p50_s == pytest.approx(0.4)
     assert outcome.loading == pytest.approx(0.1, rel=0.2)
     warm = simulate(requests, times, slots=2, rows=1, adapter_bytes=1, memory_bytes=2)
     assert warm.hit_rate == 1.0 and warm.wait_p95_s == pytest.approx(0.0)
+
+
+def test_a_first_step_comes_after_all_that_begins_with_it():
+    """Three requests at once: their prompts and copies hold the batch before the first step."""
+    requests = [Request(0.0, i, 1, 1) for i in range(3)]
+    times = TIMES._replace(prompt=lambda tokens: 1.0, load=0.5)
+    outcome = simulate(requests, times, slots=3, rows=3, adapter_bytes=1, memory_bytes=3)
+    assert outcome.wait_p50_s == outcome.wait_p95_s == pytest.approx(4.5)
+
+
+def test_a_disk_reads_one_adapter_at_a_time():
+    requests = [Request(0.1 * i, i, 1, 1) for i in range(100)]
+    times = TIMES._replace(read=0.3)
+    outcome = simulate(requests, times, slots=9, rows=9, adapter_bytes=1, memory_bytes=9)
+    assert outcome.wait_p95_s > 15 and not outcome.keeps_up
+    assert simulate(requests, TIMES, slots=9, rows=9, adapter_bytes=1, memory_bytes=9).keeps_up
+
+
+def test_slots_of_a_fleet_that_is_overrun_are_not_good_enough():
+    fleet = Fleet(rows=8, base_step_s=0.02, prompt_tokens_per_s=1e5)
+    plan = make_plan(MODEL, Traffic(100, 1e5, requests=2000), CARD, fleet)
+    assert plan.thrashes_below is None
+    late = [Request(0.001 * i, 0, 1, 1) for i in range(4000)]
+    stopped = simulate(
+        late, TIMES._replace(step=lambda rows, adapters: 0.01), slots=1, rows=1,
+        adapter_bytes=1, memory_bytes=1,
+    )  # fmt: skip
+    assert not stopped.keeps_up and stopped.wait_p95_s > stopped.wait_p50_s > 0.1
+
+
+def test_memory_is_not_added_up_again_for_each_adapter(monkeypatch):
+    """Else the time of a plan grows with the square of the adapters."""
+    sums = []
+    monkeypatch.setattr(policy, "sum", lambda values: sums.append(1), raising=False)
+    simulate(
+        Traffic(500, 20.0, requests=50).draw(), TIMES, slots=8, rows=8, adapter_bytes=2,
+        memory_bytes=301, in_memory=range(500)[::-1],
+    )  # fmt: skip
+    assert not sums
+
+
+def test_what_is_kept_is_the_same_with_a_running_total():
+    by_sum, by_total, total = OrderedDict(), OrderedDict(), 0
+    for i in range(60):
+        item = SimpleNamespace(bytes=1 + i * i % 17)
+        summed = policy.keep(by_sum, str(i % 13), item, 40)
+        total = policy.keep(by_total, str(i % 13), item, 40, total)
+        assert list(by_sum) == list(by_total) and summed == total
+        assert total == sum(each.bytes for each in by_sum.values()) <= 40
 
 
 def test_traffic_is_what_was_asked_for():
@@ -132,7 +184,15 @@ def test_a_fleet_grows_with_its_traffic_and_shrinks_with_patience():
         (lambda: Traffic(0, 1.0), "adapters is 0"),
         (lambda: Traffic(1, float("nan")), "rate is nan"),
         (lambda: Traffic(1, 1.0, zipf=-1.0), "zipf is -1"),
-        (lambda: Fleet(rows=0), "rows 0"),
+        (lambda: Fleet(rows=0), "rows is 0"),
+        (lambda: Traffic(float("nan"), 1.0), "adapters is nan"),
+        (lambda: Traffic(10**12, 1.0), "adapters is 1000000000000"),
+        (lambda: Traffic(1, 5e-324), "rate is 5e-324"),
+        (lambda: Traffic(1, 1.0, prompt_tokens=10**400), "prompt_tokens is 1"),
+        (lambda: Traffic(1, 1.0, seed=[1]), "seed is"),
+        (lambda: Fleet(rows=float("nan")), "rows is nan"),
+        (lambda: Fleet(cpu_bytes=float("nan")), "cpu_bytes is nan"),
+        (lambda: Fleet(max_wait_s="1"), "max_wait_s is '1'"),
         (lambda: Fleet(spare=1.0), "spare is 1"),
         (lambda: Fleet(base_step_s=0.0), "base_step_s is 0"),
         (lambda: make_plan(MODEL, Traffic(9, 1.0), SMALL_CARD, Fleet()), "no slot fits"),

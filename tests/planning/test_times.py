@@ -1,12 +1,13 @@
 """The planner's steps are those that whole models were measured with."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lora_backends import InvalidInputError
-from lora_backends.planning.cards import card_of, find_card, read_card, table_of
+from lora_backends.planning.cards import Measured, card_of, find_card, read_card, table_of
 from lora_backends.planning.shapes import Layer, ModelShapes
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -73,6 +74,17 @@ def test_more_work_never_takes_less_time():
     assert card.lora_s(model, 64, 8, eager=True) == pytest.approx(
         card.lora_s(model, 64, 8) + 4 * card.host_s
     )
+
+
+def test_eight_bits_shrink_the_matrices_and_not_the_activations():
+    card, layer = find_card("h200"), Layer(4096, (4096,), 1)
+    wide, narrow = (card.linear_s(layer, 64, 8, 16, 2, stored) for stored in (2, 1))
+    like = (4096, 4096, 1, 64, 8, 16, 1.0)
+    efficiency = min(card.cells, key=Measured(*like).distance).efficiency
+    saved = 8 * 16 * 2 * 4096 - 4 * 8 * (16 + 4096)  # bytes of A and B, less their scales
+    assert wide - narrow == pytest.approx(saved / card.copy_bytes_per_s / efficiency)
+    eight = replace(llama(LLAMA_8B, 1, 16), adapter_dtype="int8")
+    assert card.lora_s(eight, 64, 8) > 0.5 * card.lora_s(llama(LLAMA_8B, 1, 16), 64, 8)
 
 
 def test_cards_that_are_refused(tmp_path):

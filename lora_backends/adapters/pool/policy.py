@@ -19,7 +19,9 @@ class _Sized(Protocol):
 T = TypeVar("T", bound=_Sized)
 
 
-def keep(held: OrderedDict[str, T], name: str, item: T, budget: int) -> None:
+def keep(
+    held: OrderedDict[str, T], name: str, item: T, budget: int, total: int | None = None
+) -> int:
     """Put an item last, and drop items from the first on while all take more than a budget.
 
     Args:
@@ -27,12 +29,19 @@ def keep(held: OrderedDict[str, T], name: str, item: T, budget: int) -> None:
         name: of the item.
         item: it goes, too, if it alone takes more.
         budget: in bytes.
+        total: bytes of all that is held before; None: they are added up.
+
+    Returns:
+        The bytes of all that is held after.
     """
+    if total is None:
+        total = sum(each.bytes for each in held.values())
+    total += item.bytes - (held[name].bytes if name in held else 0)
     held[name] = item
     held.move_to_end(name)
-    total = sum(each.bytes for each in held.values())
     while total > budget:
         total -= held.popitem(last=False)[1].bytes
+    return total
 
 
 def may_try(first_refused: float | None, is_loaded: bool, now: float) -> bool:

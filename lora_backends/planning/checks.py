@@ -1,0 +1,25 @@
+"""Checks of the numbers that a plan is asked with."""
+
+from __future__ import annotations
+
+from lora_backends.errors import InvalidInputError, shown
+
+MOST = 10**6
+"""Adapters, requests or rows: what a simulation takes minutes for."""
+
+
+def check_whole(name: str, value: object, least: int = 1, most: int = MOST) -> None:
+    """Raise InvalidInputError unless a value is a whole number of a range."""
+    if type(value) is not int or not least <= value <= most:
+        raise InvalidInputError(
+            f"{name} is {shown(value)}\n  allowed: a whole number, {least} to {most:,}"
+        )
+
+
+def check_number(name: str, value: object, least: float = 1e-9, most: float = 1e18) -> None:
+    """Raise InvalidInputError unless a value is a number of a range."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:  # type: ignore[operator]
+        raise InvalidInputError(
+            f"{name} is {shown(value)}\n  allowed: a number, {least:g} to {most:g}"
+        )
