@@ -25,7 +25,7 @@ class ComponentCall(Request):
         trial: of a denoiser; None for a text encoder.
 
     Raises:
-        UnsupportedInputError: a blend or a strength that cannot be applied.
+        UnsupportedInputError: a blend or a strength that cannot be applied, as one of DoRA.
     """
 
     def __init__(
@@ -38,6 +38,14 @@ class ComponentCall(Request):
         trial: DenoiserTrial | None,
     ) -> None:
         pool = wrapped.pool
+        for entry in entries:
+            for adapter, strength in entry.items() if isinstance(entry, Mapping) else ():
+                # PEFT divides by the norm of W + strength * scaling * B A: other output_scales.
+                if strength != 1 and pool.has_dora(slots[adapter]):
+                    raise UnsupportedInputError(
+                        f"adapter {adapter!r} uses DoRA, whose norm depends on the strength\n"
+                        f"  given: strength {strength:g}\n  allowed: strength 1"
+                    )
         super().__init__(
             wrapped.key, pool, wrapped.images, entries, slots, wrapped.backend, after_cache=False
         )

@@ -202,7 +202,7 @@ class MultiLoRAPipeline:
                 prompt; a component was changed.
             UnsupportedInputError: images differ in a module whose rows are not known; inputs such
                 as those of an IP-Adapter; a blend of an adapter that uses DoRA with another; a
-                strength of one with a LoRA bias, or that the backend cannot apply.
+                strength of one with DoRA or a LoRA bias, or that the backend cannot apply.
         """
         given = self._signature.bind(self.pipe, *args, **kwargs)
         given.apply_defaults()

@@ -254,6 +254,17 @@ def test_rows_that_are_not_those_of_the_images_are_refused(flux):
         transformer(**transformer_inputs(3, 3))
 
 
+def test_a_strength_of_dora_is_refused(flux):
+    # set_adapters changes the norm of DoRA with the strength; one set of output_scales does not.
+    flux.load_adapter("dora", pair(lora_magnitude_vector=torch.ones(32)))
+    with flux._running([{"dora": 1.0}], images=1):
+        pass
+    with pytest.raises(UnsupportedInputError, match="norm depends on the strength"):
+        with flux._running([{"dora": 0.5}], images=1):
+            pass
+    flux.unload_adapter("dora")
+
+
 @torch.no_grad()
 def test_a_module_outside_of_its_models_pass_is_refused(flux):
     block = flux.pipe.transformer.x_embedder
