@@ -41,7 +41,8 @@ class MultiLoRAPipeline:
     Each image is what diffusers computes with `load_lora_weights` and `set_adapters` of that
     image's adapters alone, within rounding. The pipeline is changed in place: its denoiser and text
     encoders get forward hooks, which `detach` removes. The pipeline itself, called without this
-    wrapper, computes without adapters.
+    wrapper, computes without adapters; called in a callback of a call, it would get those of the
+    call.
 
         model = MultiLoRAPipeline(pipe, max_adapters=8, max_rank=64)
         model.load_adapter("anime", "anime.safetensors")
@@ -238,21 +239,21 @@ class MultiLoRAPipeline:
         """Let the passes of the components in the block have the adapters of their rows."""
         names = adapter_names(entries)
         with ExitStack() as stack:
+            calls: dict[str, ComponentCall] = {}
+            # To the last slot: an adapter that is loaded anew meanwhile may touch other components.
             with self._lock:
                 self._check_loaded(sorted(names))
-                touched = dict(self._adapters)
-            calls: dict[str, ComponentCall] = {}
-            for part, component in self._components.items():
-                component.check(getattr(self.pipe, part))
-                stack.enter_context(component.wrapped.hooked.in_use())
-                held = {name for name in names if part in touched[name]}
-                if not held:
-                    continue
-                slots = stack.enter_context(component.pool.slots.in_use(held))
-                rows = [_of_component(entry, held) for entry in entries]
-                if part == self._family.denoiser:
-                    rows = [row for row in rows for _ in range(images)]
-                calls[component.wrapped.key] = component.call(rows, slots)
+                for part, component in self._components.items():
+                    component.check(getattr(self.pipe, part))
+                    stack.enter_context(component.wrapped.hooked.in_use())
+                    held = {name for name in names if part in self._adapters[name]}
+                    if not held:
+                        continue
+                    slots = stack.enter_context(component.pool.slots.in_use(held))
+                    rows = [_of_component(entry, held) for entry in entries]
+                    if part == self._family.denoiser:
+                        rows = [row for row in rows for _ in range(images)]
+                    calls[component.wrapped.key] = component.call(rows, slots)
             stack.enter_context(running(PipelineCall(calls)))
             yield
 
@@ -323,7 +324,11 @@ def _counts(arguments: Mapping[str, Any]) -> tuple[int, int]:
             f"no prompts\n  given: prompt {shown(prompt)}\n  allowed: prompt, or prompt_embeds"
         )
     images = arguments.get("num_images_per_prompt")
-    if isinstance(images, bool) or not isinstance(images, int | None) or images == 0:
+    if (
+        isinstance(images, bool)
+        or not isinstance(images, int | None)
+        or (images is not None and images < 1)
+    ):
         raise InvalidInputError(
             f"num_images_per_prompt is {shown(images)}\n  allowed: an int, 1 or more"
         )

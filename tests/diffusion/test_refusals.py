@@ -215,6 +215,7 @@ def test_folders_and_names_are_checked(flux, tmp_path):
         (["anime", {"ink": float("nan")}], {}, "finite numbers"),
         (["anime", None], {"joint_attention_kwargs": {"scale": 0.5}}, "joint_attention_kwargs"),
         (["anime", None], {"num_images_per_prompt": 0}, "num_images_per_prompt"),
+        (["anime", None], {"num_images_per_prompt": -1}, "num_images_per_prompt"),
     ],
 )
 def test_a_call_with_wrong_arguments_is_refused(flux, adapters, changes, words):
