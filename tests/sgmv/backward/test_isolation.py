@@ -8,6 +8,7 @@ from helpers.gradients import Run, case, layer
 from lora_backends import LoRABatch
 from lora_backends.testing.cases.inputs import same_bits
 
+TOKENS = 50 if INTERPRETED else 150  # an interpreted program takes milliseconds
 OWN, OF_SLOTS = 2, ("lora_b", "lora_a", "embedding", "sums")
 
 
@@ -27,7 +28,7 @@ def assert_same(first, second):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_other_adapters_rows_reach_nothing(make, dtype):
     backend = make(batch_invariant=True)
-    made = case(layer(dtype, (20, 7), 12, 40), tokens=120, scales=True)
+    made = case(layer(dtype, (20, 7), 12, 40), tokens=TOKENS, scales=True)
     alone = own_rows(made, Run(backend, made, dtype).all())
     others = made.batch.token_slots != OWN
     made.x[others], made.grad[others], made.token_ids[others] = float("nan"), float("inf"), 0
@@ -40,7 +41,7 @@ def test_other_adapters_rows_reach_nothing(make, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_adapter_alone_has_the_same_gradients(make, dtype):
     backend = make(batch_invariant=True)
-    made = case(layer(dtype, (20, 7), 12, 40), tokens=120, scales=True)
+    made = case(layer(dtype, (20, 7), 12, 40), tokens=TOKENS, scales=True)
     together = own_rows(made, Run(backend, made, dtype).all())
     own = made.batch.token_slots == OWN
     scales = made.batch.token_scales[own]
@@ -53,7 +54,7 @@ def test_an_adapter_alone_has_the_same_gradients(make, dtype):
 @pytest.mark.skipif(INTERPRETED, reason="programs of the interpreter run one after another")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_two_runs_have_the_same_bits(backend, dtype):
-    made = case(layer(dtype, (200, 7), 12, 40), tokens=120)
+    made = case(layer(dtype, (200, 7), 12, 40), tokens=TOKENS)
     first, second = (Run(backend, made, dtype).all() for _ in range(2))
     assert_same(first, second)
 
@@ -61,7 +62,7 @@ def test_two_runs_have_the_same_bits(backend, dtype):
 def test_triton_and_csgmv_have_the_same_sums_with_any_tiles(device):
     from helpers.engines import VARIANTS, make_engine
 
-    made = case(layer(torch.bfloat16, (20, 7), 12, 40), tokens=150)
+    made = case(layer(torch.bfloat16, (20, 7), 12, 40), tokens=TOKENS)
     results = [
         Run(make_engine(variant, device), made, torch.bfloat16).all() for variant in VARIANTS
     ]
