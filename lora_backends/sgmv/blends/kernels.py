@@ -165,10 +165,9 @@ def blend_expand_kernel(
                     scaling = tl.load(scalings_ptr + slot * SIZES.NUM_SLICES + s)
                     h_slice = h_ptr + (e * SIZES.NUM_SLICES + s).to(tl.int64) * h_stride_s
                     of_y = RowsOfY(at=y_at, read=member, written=member)
-                    tile = _tile(
-                        h_slice + tokens * h_stride_t, plane, of_y, b, slot, s, rank, end, SIZES
-                    )
-                    product = _product(tile, c, SIZES)  # [T, C]
+                    product = _product(
+                        h_slice + tokens * h_stride_t, plane, of_y, b, slot, s, rank, end, c, SIZES
+                    )  # [T, C]
                     factors = tl.where(member, scaling * factor, 0.0)
                     added = total + factors[:, None] * product
                     total = tl.where(member[:, None], added, total)
@@ -192,8 +191,8 @@ def _positions(starts_ptr, tokens_ptr, row, TILE: tl.constexpr):
 
 
 @triton.jit
-def _tile(h_rows, plane, y, b, slot, s, rank, end, S: tl.constexpr):
-    """Return the operands of one entry of a tile."""
+def _product(h_rows, plane, y, b, slot, s, rank, end, c, S: tl.constexpr):
+    """Return h @ b.T of one entry for a block of columns [T, C], BLOCK_R ranks at a time."""
     if S.SLICE_ALIGN > 0:
         own, slot_stride, b_stride = slice_entry(b.slices, s, True, S.SLICE_ALIGN)
         b_slot = b.ptr + own + slot * slot_stride
@@ -205,16 +204,12 @@ def _tile(h_rows, plane, y, b, slot, s, rank, end, S: tl.constexpr):
         for i in tl.static_range(SLICES):
             group = tl.where(s == i, S.FIRST_GROUPS[i], group)
             start = tl.where(s == i, S.STARTS[i], start)
-    return Tile(
+    # Not returned by a function of its own: Triton 3.6 returns no tuple that holds None.
+    tile = Tile(
         h=h_rows, plane=plane, y=y, factor=1.0, b=b_slot, b_stride=b_stride, read=rank, rank=rank,
         scales=b.scales + slot * b.scales_stride_l, scales_stride=b.scales_stride_c, first=0,
         end=end, group=group, start=start,
     )  # fmt: skip
-
-
-@triton.jit
-def _product(tile, c, S: tl.constexpr):
-    """Return h @ b.T of one entry for a block of columns [T, C], BLOCK_R ranks at a time."""
     if S.RANK_PAD == S.BLOCK_R:
         return _part(tile, c, 0, S)
     else:
