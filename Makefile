@@ -81,6 +81,7 @@ test-floors: $(FLOORS_STAMP)  ## a part of the tests with the oldest versions th
 	@$(FLOORS_PYTEST) -m "not slow and not sweep" $(FLOORS_TESTS)
 	@$(FLOORS_PYTEST) tests/command/test_cli.py -k "help or version or list"
 	@TRITON_INTERPRET=1 $(FLOORS_PYTEST) tests/interface/test_regressions.py
+	@$(FLOORS_PYTEST) "tests/sgmv/test_compile.py::test_every_launched_kernel_compiles[cuda:90]"
 
 # The newest versions that pip finds, pinned by nothing, in an environment of their own. Each run looks
 # for newer ones. Newest torch for Linux comes with CUDA, some gigabytes; a build without may be older:

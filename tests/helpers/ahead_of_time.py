@@ -264,7 +264,10 @@ def allocated_shared(variant, target):
     for stage in ("ttir", "ttgir"):
         module = stages[stage](module, {"target": target, **vars(options)})
     manager = ir.pass_manager(context)
-    add_allocation(manager, target, options)
+    try:
+        add_allocation(manager, target, options)
+    except (AttributeError, TypeError):  # other versions of Triton have other passes
+        return compiled_shared(variant, target)
     manager.run(module, "allocate")
     return module.get_int_attr("ttg.shared")
 
