@@ -27,7 +27,7 @@ METHOD = (
     "weights, 240 MB in all; graphs of all variants of a cell are replayed in turns, median of "
     "9 rounds of 10 replays. ratio: variant / plain. token_scales: a scale per token; "
     "output_scales: a scale per output column and adapter; slice_tensors: A and B as one tensor "
-    "per slice; room: a plan with room for 4 times the tokens; two_adapters: two per token."
+    "per slice; room: a plan with room for 4 times the tokens."
 )
 
 
@@ -53,7 +53,6 @@ def variants(backend: LoRABackend, work: Workload) -> dict[str, Call]:
     batch, slots = work.batch, work.batch.token_slots.tolist()
     count, num_slots = batch.num_tokens, batch.num_slots
     scaled = LoRABatch(slots, num_slots, torch.rand(count))
-    pairs = LoRABatch([[slot, (slot + 1) % num_slots] for slot in slots], num_slots)
     scales = [torch.rand(num_slots, work.layers[0].out_features, device=DEVICE) for _ in range(8)]
     dora = [replace(one, output_scales=scales[i % 8]) for i, one in enumerate(work.layers)]
     parts = [per_slice(layer) for layer in work.layers]
@@ -68,7 +67,6 @@ def variants(backend: LoRABackend, work: Workload) -> dict[str, Call]:
         "output_scales": call(plan, dora),
         "slice_tensors": call(plan, parts),
         "room": call(backend.prepare_batch(batch, capacity=4 * count), work.layers),
-        "two_adapters": call(backend.prepare_batch(pairs), work.layers),
     }
 
 

@@ -19,7 +19,6 @@ FACTORS = {
     "output_scales": "a scale per output column",
     "slice_tensors": "a tensor per slice",
     "room": "a plan with room",
-    "two_adapters": "two adapters per token",
 }
 KEYS = ("mean", "greatest")
 TRAINING = "h100_training"
