@@ -34,7 +34,7 @@ SCALING = 0.5
 REPEATS = 8  # of a kernel between two events
 WARM_UP = 8000  # products, of about 1.5 ms each
 STEPS = 5  # of a contender between two events, as in training
-STEADY = 0.4  # seconds that a contender runs before it is timed
+STEADY = 1.0  # seconds that a contender runs before it is timed
 
 
 class Cell(NamedTuple):
@@ -299,7 +299,8 @@ def measure(arguments: Options, result: Result) -> Iterator[Row]:
         calls |= {"forward": block.forward("ours"), "base forward": block.forward("base")}
         times: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(arguments.samples + 1):
-            for name, call in calls.items():
+            # a GPU grows hot: every other turn goes backwards, so that nothing is always last
+            for name, call in list(calls.items())[:: -1 if turn % 2 else 1]:
                 taken = steady(call, device)
                 if turn:
                     times[name].append(taken)
@@ -369,8 +370,8 @@ TRAINING = Measurement(
     file="training_gpu.json",
     method=(
         "Forward and backward of the linear layers of one block of 8B shape, one after another, "
-        "frozen base weights, bfloat16; rows take the adapters in turn. Contenders take turns; "
-        "each runs for 0.4 s, so that the GPU has the clock of its load, and then five steps "
+        "frozen base weights, bfloat16; rows take the adapters in turn. Contenders take turns, "
+        "back and forth; each runs for a second, so that the GPU has the clock of its load, and then five steps "
         "between CUDA events; medians. Kernels run in CUDA graphs. "
         "ours: F.linear, then run_linear on its output, by autograd. in_model: one node of both, "
         "as MultiLoRAModel has it. loop: PEFT's mixed batch. share_of_copy: bytes that a kernel "
