@@ -41,7 +41,7 @@ METHOD = (
 def measure_cells(options: Options, result: Result) -> Iterator[Row]:
     """Yield the time of a call with one adapter per token, and the ratios of blends to it."""
     for backend in [create(name, {}, options.device) for name in options.backends.split(",")]:
-        numbers = options.tokens if any(options.tokens) else TOKENS[options.device]
+        numbers: list[int] = options.tokens if any(options.tokens) else TOKENS[options.device]
         for name, tokens, rank in itertools.product(LAYERS[options.device], numbers, RANKS):
             batch = {"tokens": tokens, "adapters": min(ADAPTERS, tokens), "rank": rank}
             cell = Cell(name, *LAYERS[options.device][name], **batch)

@@ -371,8 +371,8 @@ TRAINING = Measurement(
     method=(
         "Forward and backward of the linear layers of one block of 8B shape, one after another, "
         "frozen base weights, bfloat16; rows take the adapters in turn. Contenders take turns, "
-        "back and forth; each runs for a second, so that the GPU has the clock of its load, and then five steps "
-        "between CUDA events; medians. Kernels run in CUDA graphs. "
+        "back and forth; each runs for a second, so that the GPU has the clock of its load, then "
+        "five steps between CUDA events; medians. Kernels run in CUDA graphs. "
         "ours: F.linear, then run_linear on its output, by autograd. in_model: one node of both, "
         "as MultiLoRAModel has it. loop: PEFT's mixed batch. share_of_copy: bytes that a kernel "
         "has to move, at the rate of a copy, over its time."
