@@ -22,8 +22,7 @@ PLANTED = (
     "memory grows beyond its budget",
     "an adapter from memory leaves its files readable",
 )
-"""Of mutants.py, those that the first runs find."""
-
+"""Of mutants.py, some that the first runs find; each change of the code draws other runs."""
 
 REQUESTS_RUNS = 5
 REQUESTS_PLANTED = (
@@ -33,10 +32,10 @@ REQUESTS_PLANTED = (
     "a failed pass ends all of its requests",
     "a failed pass ends the manager",
     "a pass runs again at later positions",
-    "the failure of a pass is read as an answer",
+    "a pass runs again without its tokens",
     "a failed request raises an error without a type",
 )
-"""Of requests_mutants.py, those that the first runs find."""
+"""Likewise of requests_mutants.py."""
 
 
 def printed_by(*arguments):
