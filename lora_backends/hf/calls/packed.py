@@ -23,8 +23,8 @@ _LENGTH, _KEPT = 5, (1, 3)
 """Tokens of the trial pass, and the positions whose logits it asks for."""
 
 Packed = Sequence[tuple[Entry, Mapping[str, int], int]]
-"""Per request, in order: its entry, its adapters' slots by name, and its number of tokens. A request
-with an aLoRA has two parts: tokens before the invocation, with entry None, and the rest."""
+"""Per request, in order: its entry, its adapters' slots by name, and its number of tokens. An aLoRA
+makes two parts of a request: tokens before the invocation, with entry None, and the rest."""
 
 
 @dataclass(frozen=True)
