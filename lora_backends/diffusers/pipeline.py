@@ -26,13 +26,8 @@ from lora_backends.diffusers.files import read_file
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean, shown
 from lora_backends.hf.calls.entries import Entry, adapter_names, is_per_token
 from lora_backends.hf.calls.running import running
-from lora_backends.hf.layout.base_checks import (
-    check_adapter_dtype,
-    check_options,
-    dtype_and_device,
-)
+from lora_backends.hf.layout.base_checks import backend_for, dtype_and_device
 from lora_backends.hf.words import without_base
-from lora_backends.selection.choice import get_backend
 
 
 class MultiLoRAPipeline:
@@ -82,20 +77,12 @@ class MultiLoRAPipeline:
     ) -> None:
         # All checks run before the first hook.
         self._family = family = family_of(pipe)
-        check_options(backend_options, None)
         bases = {name: getattr(pipe, name) for name in (family.denoiser, *family.encoders)}
         bases = {name: base for name, base in bases.items() if isinstance(base, nn.Module)}
         for name, base in bases.items():
             check_component(name, base)
         dtype, device = dtype_and_device(bases[family.denoiser])
-        if not isinstance(backend, LoRABackend):
-            backend = get_backend(backend, device=device, **(backend_options or {}))
-        elif backend_options:
-            raise InvalidInputError(
-                f"backend_options {dict(backend_options)} for a backend that is made already\n"
-                f"  to do: give its name with the options, or the backend without"
-            )
-        check_adapter_dtype(backend, adapter_dtype, dtype)
+        backend = backend_for(backend, backend_options, device, dtype, adapter_dtype)
         self.pipe, self.backend = pipe, backend
         self._room = Room(max_adapters, max_rank, LoadLimits.of(limits), adapter_dtype)
         self._signature = inspect.signature(type(pipe).__call__)
