@@ -78,7 +78,7 @@ def test_more_work_never_takes_less_time():
 
 def test_eight_bits_shrink_the_matrices_and_not_the_activations():
     card, layer = find_card("h200"), Layer(4096, (4096,), 1)
-    wide, narrow = (card.linear_s(layer, 64, 8, 16, 2, stored) for stored in (2, 1))
+    wide, narrow = (card.linear_s(layer, 64, 8, 16, 2, eight_bit) for eight_bit in (False, True))
     like = (4096, 4096, 1, 64, 8, 16, 1.0)
     efficiency = min(card.cells, key=Measured(*like).distance).efficiency
     saved = 8 * 16 * 2 * 4096 - 4 * 8 * (16 + 4096)  # bytes of A and B, less their scales
