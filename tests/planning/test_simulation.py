@@ -1,4 +1,4 @@
-"""The simulated pool decides as the real one, and the fleet's answers follow from it."""
+"""The simulated pool decides as the real one, and plans follow from the simulation."""
 
 import itertools
 import json
@@ -81,11 +81,13 @@ def test_every_request_begins_once_and_ends():
 
 
 def test_a_batch_of_one_row_waits_as_a_queue_does():
-    """Requests of one step each: the wait is the time that those before it still take."""
+    """Requests of one step each: a request waits for the steps of those before it."""
     requests = [Request(0.0, 0, 1, 1)] * 5
     times = TIMES._replace(step=lambda rows, adapters: 1.0)
     outcome = Simulation(requests, times, slots=1, rows=1, adapter_bytes=1, memory_bytes=1).run()
-    assert outcome.wait_p50_s == pytest.approx(2.5)  # of 1, 2, 3, 4; the first warms up
+    assert outcome.wait_p50_s == pytest.approx(
+        2.5
+    )  # the median of 1, 2, 3, 4; the first request is the warm-up
     assert outcome.hit_rate == 1.0 and outcome.mean_rows == 1.0
 
 
@@ -100,7 +102,7 @@ def test_copies_and_reads_take_their_times():
 
 
 def test_a_first_step_comes_after_all_that_begins_with_it():
-    """Three requests at once: their prompts and copies hold the batch before the first step."""
+    """Three requests at once: all their prompts and copies precede the first step."""
     requests = [Request(0.0, i, 1, 1) for i in range(3)]
     times = TIMES._replace(prompt=lambda tokens: 1.0, load=0.5)
     outcome = Simulation(requests, times, slots=3, rows=3, adapter_bytes=1, memory_bytes=3).run()
@@ -130,7 +132,7 @@ def test_slots_of_a_fleet_that_is_overrun_are_not_good_enough():
 
 
 def test_memory_is_not_added_up_again_for_each_adapter(monkeypatch):
-    """Else the time of a plan grows with the square of the adapters."""
+    """Otherwise the time of a plan would grow with the square of the number of adapters."""
     sums = []
     monkeypatch.setattr(policy, "sum", lambda values: sums.append(1), raising=False)
     Simulation(
