@@ -30,10 +30,10 @@ ROUNDS = 9
 METHOD = (
     "Microseconds of run_linear into an existing y, over layers with different weights, 192 MB or "
     "more in all: in a CUDA graph on a GPU, 9 rounds of 10 replays; call by call on a CPU, 9 "
-    "sweeps. All variants of a cell take turns; the median counts. one: an adapter per token. "
-    "Else its ratio to one, for 2 and 4 adapters per token; `passes` runs a pass for each "
-    "adapter, as the library did before, and rounds y each time. like: the adapters follow the "
-    "token's first one, so that there are as many sets as adapters; unlike: drawn at random."
+    "sweeps. All variants of a cell are timed in turns, and the median is taken. one: one adapter "
+    "per token. The others are ratios to it, for 2 and 4 adapters per token in one pass, or with "
+    "`passes` in a pass for each adapter, each of which rounds y. like: a token's first adapter "
+    "determines the others, so there are as many sets as adapters; unlike: drawn at random."
 )
 
 

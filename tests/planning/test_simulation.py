@@ -85,9 +85,8 @@ def test_a_batch_of_one_row_waits_as_a_queue_does():
     requests = [Request(0.0, 0, 1, 1)] * 5
     times = TIMES._replace(step=lambda rows, adapters: 1.0)
     outcome = Simulation(requests, times, slots=1, rows=1, adapter_bytes=1, memory_bytes=1).run()
-    assert outcome.wait_p50_s == pytest.approx(
-        2.5
-    )  # the median of 1, 2, 3, 4; the first request is the warm-up
+    # the median of 1, 2, 3 and 4; the first request is the warm-up
+    assert outcome.wait_p50_s == pytest.approx(2.5)
     assert outcome.hit_rate == 1.0 and outcome.mean_rows == 1.0
 
 

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""The entry kernels for several adapters per token: a program has all adapters of its tile.
+"""The entry kernels for several adapters per token: a program adds all adapters of its tile.
 
-An entry of a tile is an adapter that some of its tokens have. In h, entry e and slice s are slice
-e * NUM_SLICES + s. Axes as in `sgmv.kernels`: T (rows of the tile), N (rows of A, all entries and
-slices stacked), R (rank), C (columns of y).
+An entry of a tile is an adapter that at least one of its tokens has. In h, slice s of entry e is
+slice e * NUM_SLICES + s. Axes as in `sgmv.kernels`: T (rows of the tile), N (rows of A, all entries
+and slices stacked), R (rank), C (columns of y).
 """
 
 import triton
@@ -129,7 +129,8 @@ def blend_expand_kernel(
 ):
     """y[t, c] += sum over e of factors[t, e] * scaling * (h[e, s, t, :r] @ b[l, c, :r].T) + bias.
 
-    The sum has the order of the entries, from y on, in float32, and is rounded once.
+    The sum starts from y, follows the order of the entries in float32, and is rounded once. Where
+    a token does not have the adapter, its factor is NaN.
     """
     CHUNKS: tl.constexpr = SIZES.CHUNKS
     row, program = row_and_program(PROGRAMS)
@@ -192,7 +193,10 @@ def _positions(starts_ptr, tokens_ptr, row, TILE: tl.constexpr):
 
 @triton.jit
 def _product(h_rows, plane, y, b, slot, s, rank, end, c, S: tl.constexpr):
-    """Return h @ b.T of one entry for a block of columns [T, C], BLOCK_R ranks at a time."""
+    """Return h @ b.T of one entry for a block of columns [T, C], BLOCK_R ranks at a time.
+
+    `y` selects the rows of y that have the entry.
+    """
     if S.SLICE_ALIGN > 0:
         own, slot_stride, b_stride = slice_entry(b.slices, s, True, S.SLICE_ALIGN)
         b_slot = b.ptr + own + slot * slot_stride

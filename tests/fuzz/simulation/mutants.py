@@ -32,7 +32,7 @@ MUTANTS = {
         "if True:",
     ),
     "a prefetch takes a slot in use": Mutant(
-        slots.SlotTable, "reserve", "and self._is_free(old, kinds)", ""
+        slots.SlotTable, "reserve", "self._is_free(old, kinds)", "not self._pins[old]"
     ),
     "a call does not hold its slots": Mutant(
         slots.SlotTable, "in_use", "self._holds[token] = _Hold(by, ", "_Hold(by, "
