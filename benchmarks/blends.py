@@ -18,7 +18,6 @@ from lora_backends.bench.cells import Cell
 from lora_backends.bench.layers import Workload, make_layers, make_workload
 from lora_backends.bench.timing import Call
 from lora_backends.dtypes import dtype_name
-from lora_backends.sgmv.engine import SgmvBackend
 
 LAYERS = {
     "cuda": {"qkv": (4096, (4096, 1024, 1024)), "down": (14336, (4096,))},
@@ -30,11 +29,10 @@ ROUNDS = 9
 METHOD = (
     "Microseconds of run_linear into an existing y, over layers with different weights, 192 MB or "
     "more in all: in a CUDA graph on a GPU, 9 rounds of 10 replays; call by call on a CPU, 9 "
-    "sweeps. All variants of a cell take turns; the median counts. one: an adapter per token. "
-    "Else its ratio to one, for 2 and 4 adapters per token, all in one pass. `copy`: a pass for "
-    "each adapter into a float32 copy of y, which is rounded once. `passes`: the same into y, "
-    "which is rounded each time. like: the adapters follow the "
-    "token's first one, so that there are as many sets as adapters; unlike: drawn at random."
+    "sweeps. All variants of a cell are timed in turns, and the median is taken. one: one adapter "
+    "per token. The others are ratios to it, for 2 and 4 adapters per token in one pass, or with "
+    "`passes` in a pass for each adapter, each of which rounds y. like: a token's first adapter "
+    "determines the others, so there are as many sets as adapters; unlike: drawn at random."
 )
 
 
@@ -62,11 +60,6 @@ def variants(backend: LoRABackend, work: Workload) -> dict[str, Call]:
         drawn = torch.rand(len(slots), num_slots).argsort(1)[:, :count]
         for kind, chosen in (("like", torch.stack(like, 1)), ("unlike", drawn)):
             batch = LoRABatch(chosen, num_slots, torch.rand(chosen.shape))
-            if isinstance(backend, SgmvBackend):
-                backend.blends_in_one_pass = False  # type: ignore[misc]
-                copy = one_pass(backend, work, backend.prepare_batch(batch))
-                calls[f"{kind}_{count}_copy"] = copy
-                backend.blends_in_one_pass = True  # type: ignore[misc]
             calls[f"{kind}_{count}"] = one_pass(backend, work, backend.prepare_batch(batch))
             parts = [backend.prepare_batch(part) for part in batch.per_adapter(count)]
             calls[f"{kind}_{count}_passes"] = passes(backend, work, parts)

@@ -1,8 +1,8 @@
-"""Times denoising steps of pipelines whose images have different adapters, beside the base's.
+"""Times denoising with different adapters per image, against denoising without adapters.
 
-SDXL and Flux shapes with random weights and few layers; a batch of 8 images has 4 adapters of all
-linear layers of the denoiser. On a GPU images are 1024x1024 in bfloat16, on a CPU small, in
-float32.
+Pipelines have the shapes of SDXL and Flux, random weights and few layers. A batch of 8 images uses
+4 adapters on all linear layers of the denoiser. Images are 1024x1024 in bfloat16 on a GPU, and
+128x128 in float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from torch import nn
 from training import clock, device_of
 
 from lora_backends.diffusers import MultiLoRAPipeline
+from lora_backends.dtypes import dtype_name
 
 IMAGES, ADAPTERS, STEPS = 8, 4, 4
+
+WITHOUT_TEXT = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+"""Components that a pipeline does not need where prompts are given as embeddings."""
 
 Inputs = dict[str, Any]
 
 
 def make_vae() -> nn.Module:
-    """Return a VAE that divides sizes by 8; it does not run."""
+    """Return a VAE that shrinks images 8 times. It never runs, because outputs are latents."""
     return diffusers.AutoencoderKL(
         block_out_channels=(32,) * 4,
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -35,7 +39,7 @@ def make_vae() -> nn.Module:
 
 
 def make_sdxl(tiny: bool) -> tuple[Any, Inputs]:
-    """Return a pipeline with the UNet of SDXL, its 10 transformer layers per block cut to 2."""
+    """Return a pipeline with SDXL's UNet, with 2 transformer layers per block instead of 10."""
     parts = 8 if tiny else 1
     width, pooled = 2048 // parts, 1280 // parts
     unet = diffusers.UNet2DConditionModel(
@@ -51,16 +55,10 @@ def make_sdxl(tiny: bool) -> tuple[Any, Inputs]:
         cross_attention_dim=width,
     )
     pipe = diffusers.StableDiffusionXLPipeline(
-        vae=make_vae(),
-        text_encoder=None,
-        text_encoder_2=None,
-        tokenizer=None,
-        tokenizer_2=None,
-        unet=unet,
-        scheduler=diffusers.EulerDiscreteScheduler(),
+        vae=make_vae(), unet=unet, scheduler=diffusers.EulerDiscreteScheduler(), **WITHOUT_TEXT
     )
     text, pooled_text = torch.randn(IMAGES, 77, width), torch.randn(IMAGES, pooled)
-    # guidance doubles the rows: 16 in a pass
+    # guidance doubles the rows of a pass to 16
     inputs = {
         "prompt_embeds": text,
         "pooled_prompt_embeds": pooled_text,
@@ -71,7 +69,7 @@ def make_sdxl(tiny: bool) -> tuple[Any, Inputs]:
 
 
 def make_flux(tiny: bool) -> tuple[Any, Inputs]:
-    """Return a pipeline with 2 double and 4 single blocks of Flux in the place of 19 and 38."""
+    """Return a pipeline with 2 double and 4 single blocks of Flux instead of 19 and 38."""
     parts = 8 if tiny else 1
     transformer = diffusers.FluxTransformer2DModel(
         num_layers=2,
@@ -84,11 +82,8 @@ def make_flux(tiny: bool) -> tuple[Any, Inputs]:
     pipe = diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=make_vae(),
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
         transformer=transformer,
+        **WITHOUT_TEXT,
     )
     inputs = {
         "prompt_embeds": torch.randn(IMAGES, 512 // parts, 4096 // parts),
@@ -114,14 +109,12 @@ def lora_of(name: str, denoiser: nn.Module, rank: int) -> dict[str, torch.Tensor
 
 
 def measure(options: Options, result: Result) -> Iterator[Row]:
-    """Let the contenders take turns in each shape; yield a row each."""
-    device = device_of()
+    """Time the contenders of each shape in turns, and yield one row per contender."""
+    device, dtype, side = _where(options)
     on_gpu = device.type == "cuda"
-    side = options.side or (1024 if on_gpu else 128)
     result["summary"] = {}
     for shape in options.shapes:
         pipe, inputs = SHAPES[shape](not on_gpu or options.tiny)
-        dtype = torch.bfloat16 if on_gpu else torch.float32
         pipe.to(device, dtype)
         pipe.set_progress_bar_config(disable=True)
         inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
@@ -158,33 +151,40 @@ def measure(options: Options, result: Result) -> Iterator[Row]:
 def _one_by_one(
     pipe: Any, files: list[dict[str, torch.Tensor]], inputs: Inputs, kwargs: Inputs
 ) -> Callable[[], None]:
-    """Return the calls of diffusers' own adapters: one for the images of each adapter."""
+    """Return a function that runs diffusers' own adapters, one call for the images of each."""
     for at, file in enumerate(files):
         pipe.load_lora_weights(file, adapter_name=f"adapter{at}")
     own = [{key: value[at::ADAPTERS] for key, value in inputs.items()} for at in range(ADAPTERS)]
 
     def run() -> None:
-        for at, some in enumerate(own):
+        for at, given in enumerate(own):
             pipe.set_adapters(f"adapter{at}")
-            pipe(**some, **kwargs)
+            pipe(**given, **kwargs)
 
     return run
 
 
-def settings(options: Options) -> dict[str, Any]:
-    """Return how it is measured."""
+def _where(options: Options) -> tuple[torch.device, torch.dtype, int]:
+    """Return the device, the dtype and the side of an image in pixels."""
     device = device_of()
-    on_gpu = device.type == "cuda"
-    side = options.side or (1024 if on_gpu else 128)
-    dtype = "bfloat16" if on_gpu else "float32"
+    if device.type == "cuda":
+        return device, torch.bfloat16, options.side or 1024
+    return device, torch.float32, options.side or 128
+
+
+def settings(options: Options) -> dict[str, Any]:
+    """Return the settings for the result file."""
+    device, torch_dtype, side = _where(options)
+    on_gpu, dtype = device.type == "cuda", dtype_name(torch_dtype)
     method = (
-        f"A call of a pipeline of {STEPS} denoising steps for {IMAGES} images of {side}x{side}, "
+        f"One call of a pipeline: {STEPS} denoising steps for {IMAGES} images of {side}x{side}, "
         f"without text encoders and VAE, in {dtype}, eager. SDXL: the UNet with 2 transformer "
         f"layers per block, guidance doubles the rows; Flux: 2 double and 4 single blocks"
         f"{'' if on_gpu else '; widths divided by about 8'}. {ADAPTERS} adapters of rank "
-        f"{options.rank} on all linear layers, image i has adapter i mod {ADAPTERS}. diffusers one "
-        f"after another: a call of set_adapters and the pipeline for each adapter's own images. "
-        f"Contenders take turns; milliseconds are medians, ratios medians of each round's."
+        f"{options.rank} on all linear layers; image i has adapter i mod {ADAPTERS}. 'diffusers "
+        f"one after another' calls set_adapters and the pipeline once per adapter, with its own "
+        f"images, after the others, which take turns. Milliseconds are medians, and a ratio is "
+        f"the median of the ratios of all rounds."
     )
     return {"method": method, "device": device, "dtype": dtype, "backend": options.backend}
 
@@ -197,10 +197,10 @@ DIFFUSION = Measurement(
         "--shapes": flag(list(SHAPES), choices=list(SHAPES)),
         "--backend": flag("auto"),
         "--rank": flag(16),
-        "--side": flag(0, "of an image in pixels; 0: 1024 on a GPU, 128 on a CPU"),
+        "--side": flag(0, "side of an image in pixels; 0: 1024 on a GPU, 128 on a CPU"),
         "--rounds": flag(7),
-        "--threads": flag(2, "of a CPU"),
-        "--diffusers": flag(False, "time diffusers' own adapters, too"),
-        "--tiny": flag(False, "small widths on a GPU, too"),
+        "--threads": flag(2, "CPU threads"),
+        "--diffusers": flag(False, "time diffusers' own adapters too"),
+        "--tiny": flag(False, "use small widths on a GPU too"),
     },
 )

@@ -1,8 +1,8 @@
 """Compares variants of the rules for 8-bit stacks on one GPU, over the peers' decode cells.
 
-Each variant is what the H200's table chose where the rules chose otherwise, in most of the cells
-that it changes (in brackets). The table was timed as a whole, so it cannot say which of its sizes
-gained; this can:
+Each variant takes sizes that the H200's table has and the rules do not; its docstring says in how
+many of the cells that it changes the table has them. The table's times do not show which of these
+sizes saves time; this benchmark does:
 
     python benchmarks/run.py rule_variants --processes 12 --output variants.json
 """
@@ -64,7 +64,7 @@ def narrow_blocks(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> Ti
 
 
 def warp_parts(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileConfig:
-    """As `narrow_blocks`; groups of warps share a step (7 of 14 cells; rank 16: 6 of 9)."""
+    """As `narrow_blocks`, with the warps of a step in 4 groups (7 of 14 cells; rank 16: 6 of 9)."""
     found = narrow_blocks(tiles, batch, layer)
     shrink = found.shrink
     if batch.tile_tokens > 16 or shrink.block_n > 16 or shrink.warps_k != 1:
@@ -73,9 +73,9 @@ def warp_parts(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileC
 
 
 def lone_row(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileConfig:
-    """One token: many planes at rank 16, few at rank 64 but in long layers (6 of 8 cells).
+    """One token: many planes at rank 16, few at rank 64 except in long layers (6 of 8 cells).
 
-    The rules take them the other way around. An expand of rank 64 reads every plane back.
+    The rules do the opposite. An expand of rank 64 reads every plane back.
     """
     rank_pad, shrink = padded_rank(layer.max_rank), tiles.shrink
     if batch.rows > 1 or not _is_alone(batch) or shrink.warps_k or rank_pad > 64:
@@ -88,9 +88,9 @@ def lone_row(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileCon
 
 
 def lone_rows(tiles: TileConfig, batch: BatchShape, layer: LayerShape) -> TileConfig:
-    """Many tokens alone with their slot: no matrix product at rank 64, too (7 of 8 kernels).
+    """For many slots of one token each, no matrix product at rank 64 either (7 of 8 kernels).
 
-    At rank 16 programs of the expand have two warps (4 of 4 cells).
+    At rank 16, programs of the expand have two warps (4 of 4 cells).
     """
     rank_pad = padded_rank(layer.max_rank)
     if batch.rows < MANY or not _is_alone(batch) or rank_pad not in (16, 64):
@@ -144,12 +144,12 @@ METHOD = (
     "weights, 240 MB of bfloat16 in all; graphs of all variants of a cell are replayed in turns, "
     "median of 9 rounds of 10 replays. bfloat16, rules: the rules for 16 and 8 bits; auto: "
     "8 bits with the tables of this card or a like one; the others: the rules for 8 bits, changed. "
-    "A variant with the rules' sizes in a cell has no time there. tile_tokens are the rules'."
+    "A variant that takes the rules' sizes in a cell has no time there. tile_tokens: the rules'."
 )
 
 
 def source_of(variant: Variant, gpu: Gpu) -> TileSource:
-    """Return the rules for a GPU with a variant for 8 bits; sizes that do not fit are left."""
+    """Return the rules for a GPU with a variant for 8 bits, where its sizes fit on the GPU."""
 
     def choose(batch: BatchShape, layer: LayerShape) -> TileConfig:
         by_rules = rules.choose_tiles(batch, layer, gpu)
@@ -162,7 +162,7 @@ def source_of(variant: Variant, gpu: Gpu) -> TileSource:
 
 
 def backends_of(cell: Cell, gpu: Gpu) -> dict[str, Any]:
-    """Return what the option `tiles` is by contender: those variants that change a cell."""
+    """Return the option `tiles` of each contender; only variants that change the cell are there."""
     batch = BatchShape(
         cell.tokens, cell.active_adapters, rules.tile_tokens(cell.tokens, cell.active_adapters)
     )
@@ -194,7 +194,7 @@ def measure(options: Options, _: Result) -> Iterator[Row]:
 def calls_of(
     name: str, cell: Cell, stored: torch.dtype, most_layers: int | None = None
 ) -> tuple[dict[str, Callable[[int], object]], int]:
-    """Return the call of each contender in a cell, and the layers that it rotates over."""
+    """Return the call of each contender in a cell, and how many layers it rotates over."""
     work = make_workload(cell, make_layers(cell, DEVICE, DTYPE)[:most_layers])
     narrow = [quantize_weights(layer, stored) for layer in work.layers]
     calls = {}
@@ -217,11 +217,11 @@ def run_once(names: list[str], cells: list[Cell], stored: torch.dtype) -> None:
 
 
 def summarize(result: Result) -> dict[str, Any]:
-    """Return for each contender how it does in the cells that it changes.
+    """Summarize each contender over the cells that it changes.
 
-    mean, least, greatest: the rules' time over its own; faster, slower: cells by more than 2%;
-    behind_bfloat16: cells of all in which it, or the rules where it changes nothing, take more than
-    1 / 0.97 of the time of bfloat16.
+    mean, least, greatest: the rules' time over its own; faster, slower: the cells that differ by
+    more than 2%; behind_bfloat16: of all cells, those that take more than 1 / 0.97 of bfloat16's
+    time, with the rules' time where it changes nothing.
     """
     summary: dict[str, Any] = {}
     for backend in dict.fromkeys(row["backend"] for row in result["rows"]):
@@ -247,7 +247,7 @@ def _summary(rows: list[Row], key: str) -> dict[str, Any]:
 
 
 def settings(options: Options) -> dict[str, Any]:
-    """Return what the result says besides its rows."""
+    """Return the settings that the result records."""
     return {"device": DEVICE, "dtype": dtype_name(DTYPE), "stored": options.dtype}
 
 

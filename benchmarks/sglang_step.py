@@ -3,7 +3,7 @@
 Run it where SGLang is installed, on one GPU: python benchmarks/run.py sglang_step
 Models have random weights: one of the shape of an 8B Llama, and eight layers of Qwen3-30B-A3B. On
 a CPU, where `make test-sglang` makes .venv-sglang, they are SmolLM2 and a tiny mixture. Before it
-is timed, each engine answers, and torch_ref says whether it used the right adapters.
+is timed, the answers of each engine are compared with torch_ref's under each adapter.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if not ON_GPU:
 OWN = ("off", "csgmv", "triton", "torch_native")
 """Engines without this library."""
 CHECKED = 4  # tokens of each answer: a prefill's, and then decode steps'
-WARM = 12  # tokens before the timed ones, so that prefills and start do not count
+WARM = 12  # tokens before the timed ones, to leave prefills and the start out
 METHOD = (
     "Engines in processes of their own on one device take turns. A decode step is the difference "
     "of two calls, of 12 tokens and of 12 and --steps, over --steps; a prefill is a call for one "
     "token. Row i uses adapter i mod the number of adapters, random ones on all linear layers, or "
     "on attention and experts. ms is the median over the rounds; ratio the median of each round's "
     "ratio to the first engine, whose LoRA is off. Wall time; the first round warms up. "
-    "answers: greedy answers of 4 tokens before the timing, as long as they are torch_ref's: "
-    "positions compared (steps: in decode steps); nearest: those whose log-probabilities are "
-    "nearer to torch_ref's with their own adapter than with any other; distance: the mean of "
-    "|difference| to torch_ref's; next: to the next adapter's. An engine of this library that is "
-    "not nearest everywhere is not timed. failed: engines that ended or gave no answer in time; "
-    "the others went on without them."
+    "answers: before the timing, each engine gives 4 greedy tokens; positions counts those "
+    "whose earlier tokens equal torch_ref's, steps those of them in decode steps, nearest those "
+    "whose log-probabilities are nearer to torch_ref's with their own adapter than with any other. "
+    "distance is the mean |difference| to torch_ref's with the own adapter, next with the nearest "
+    "other one. An engine of this library is timed only if all its positions are nearest. "
+    "failed: engines that ended or gave no answer in time; the others went on without them."
 )
 
 
@@ -115,7 +115,7 @@ class Process:
 
 
 def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-    """Save random weights: SGLang's dummy weights would replace those of adapters, too.
+    """Save random weights. SGLang's dummy weights would also replace those of adapters.
 
     Args:
         folder: that holds config.json.
@@ -415,7 +415,7 @@ def _timed(
 def agreement(
     answers: list[dict[str, Any]], reference: dict[str, Any], adapters: int
 ) -> dict[str, Any]:
-    """Compare answers with torch_ref's under each adapter, as long as their tokens are the same."""
+    """Compare answers with torch_ref's under each adapter, up to the first token that differs."""
     compared, steps, nearest, distances, others = 0, 0, 0, [], []
     for row, answer in enumerate(answers):
         for k, top in enumerate(answer["tops"]):
@@ -434,7 +434,7 @@ def agreement(
 
 
 def is_right(answer: dict[str, Any]) -> bool:
-    """Return whether each position is nearest to its adapter, decode steps' among them."""
+    """Return whether all positions are nearest to their own adapter, and include decode steps."""
     return bool(answer["steps"] > 0 and answer["nearest"] == answer["positions"])
 
 

@@ -40,7 +40,7 @@ class Contender:
     def answers(
         self, prompts: list[list[int]], names: list[str | None], tokens: int
     ) -> list[dict[str, Any]]:
-        """Return greedy tokens and, for each, the likeliest ones' log-probabilities by token."""
+        """Return greedy tokens and, at each, the log-probabilities of the 20 likeliest tokens."""
         options = {"return_logprob": True, "top_logprobs_num": 20}
         found = self._generate(prompts, names if self.names else None, tokens, **options)
         return [

@@ -1,4 +1,4 @@
-"""Writes the planner's table of cards from benchmarks/results: python tools/planner_cards.py."""
+"""Writes the planner's table of cards from benchmark results: python tools/planner_cards.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lora_backends.planning.cards import Card, card_of, table_of
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "lora_backends" / "planning" / "tables" / "cards.json"
 MEMORY = {"NVIDIA H200": 141 * 10**9}
-"""Bytes of a card, from its data sheet."""
+"""Bytes of memory by card, from data sheets."""
 RESULTS = ("h200_triton.json",)
 
 
 def cards() -> list[Card]:
-    """Return the cards that were measured."""
+    """Return the cards of the result files in `RESULTS`."""
     found = []
     for name in RESULTS:
         result = json.loads((ROOT / "benchmarks" / "results" / name).read_text())

@@ -1,29 +1,27 @@
-"""Run SGLang's own LoRA tests with this library in place, and write how many pass, skip and why.
+"""Run SGLang's own LoRA tests against this library, and write how many pass, skip and why.
 
     python tools/sglang_own_tests.py FOLDER --backend triton --out sglang_own_tests.json
 
-FOLDER holds the folder `test` of SGLang's sources, of about the version that is installed. The
-plug-in is active, and the operators in OPERATORS are this library's. On a CPU, put
+FOLDER holds the folder `test` of SGLang's sources, of the installed version or a close one. The
+plug-in is active, and the tests' operators are those of `Operators`. On a CPU, put
 tests/sglang_plugin/stand_ins in front of PYTHONPATH. Models are not fetched, so tests of servers
-are not run. A test that fails makes the exit status 1; `--backend off` tells whether it also fails
-in SGLang alone, as where the sources are of another version.
+are not run. If a test fails, the exit status is 1; `--backend off` shows whether it also fails in
+SGLang alone, e.g. because the sources are of another version.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import os
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm_own_tests import Recorder, summarized
+from vllm_own_tests import Recorder, argument_parser, pytest_options, summarized, tell
 
 FILES = (
     "test/manual/lora/test_lora_ops.py",
@@ -32,7 +30,7 @@ FILES = (
 )
 
 TOLERANCE = 1e-4
-"""Absolute, of `torch.allclose`: 1e-8, its default, holds for one order of float32 sums alone."""
+"""Least `atol` of `torch.allclose`: the default, 1e-8, fails if float32 sums have another order."""
 
 METHOD = (
     "SGLang's own LoRA tests with the plug-in active and its operators on this library; each n-th "
@@ -41,13 +39,13 @@ METHOD = (
 
 
 class Operators:
-    """SGLang's operators on a backend of this library: A and B of stacks that SGLang packs."""
+    """SGLang's operators, computed by a backend of this library from stacks that SGLang packs."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
     def functions(self) -> dict[str, Callable[..., torch.Tensor]]:
-        """Return each function by SGLang's name; those for graphs take every slot's whole rank."""
+        """Return the operators by SGLang's names; those for graphs use `max_rank` for all slots."""
         return {
             "sgemm_lora_a_fwd": self._shrink,
             "sgemm_lora_b_fwd": self._expand,
@@ -176,7 +174,7 @@ class Replacing(Recorder):
 
 
 def stand_in() -> None:
-    """Put names in place that tests import and do not use: of data sets, and of other CIs."""
+    """Define names that the tests import and do not use: of data sets and of SGLang's CI."""
     from sglang.test.ci import ci_register
 
     def named(name: str) -> Any:
@@ -202,12 +200,8 @@ def _close(
 
 def main() -> None:
     """Run the tests and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="with the folder test of SGLang's sources")
-    parser.add_argument("--backend", default="auto", help="a backend's name, auto, or off")
-    parser.add_argument("--out", type=Path, required=True, help="the result file")
-    parser.add_argument("--every", type=int, default=1, help="run each n-th case of a function")
-    parser.add_argument("--files", nargs="+", default=FILES, help="files or folders of the folder")
+    parser = argument_parser(__doc__, "holds the folder test of SGLang's sources", ", or off")
+    parser.add_argument("--files", nargs="+", default=FILES, help="files or folders in FOLDER")
     args = parser.parse_args()
 
     import sglang
@@ -226,8 +220,7 @@ def main() -> None:
         torch.allclose = functools.partial(_close, torch.allclose)
     stand_in()
     recorder = Replacing(operators, args.every)
-    options = ["-q", "--no-header", "-c", os.devnull, "--rootdir", str(args.folder), "--tb=short"]
-    options += ["-p", "no:cacheprovider", "-W", "ignore", "--continue-on-collection-errors"]
+    options = [*pytest_options(args.folder), "--continue-on-collection-errors"]
     pytest.main([*options, *(str(args.folder / name) for name in args.files)], plugins=[recorder])
     files = summarized(recorder.found)
     result = new_result(METHOD, device, backend=args.backend, every=args.every)
@@ -235,10 +228,7 @@ def main() -> None:
     result["operators"] = sorted(recorder.replaced)
     result["rows"] = [{"file": name, **entry} for name, entry in files.items()]
     write_result(args.out, result)
-    for name, entry in files.items():
-        skipped = sum(entry["skipped"].values())
-        print(f"{name}: {entry['passed']} passed, {skipped} skipped, {len(entry['failed'])} failed")
-    sys.exit(any(entry["failed"] for entry in files.values()))
+    sys.exit(tell(files))
 
 
 if __name__ == "__main__":

@@ -172,6 +172,12 @@ def helpers_of_vllm() -> dict[str, Any]:
     }
 
 
+def pytest_options(folder: Path) -> list[str]:
+    """Return options that keep this repository's settings out of another project's tests."""
+    options = ["-q", "--no-header", "-c", os.devnull, "--rootdir", str(folder), "--tb=short"]
+    return [*options, "-p", "no:cacheprovider", "-W", "ignore"]
+
+
 def run_share(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run one process's share of the tests in this process."""
     stand_in(args.backend)
@@ -184,8 +190,7 @@ def run_share(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     vars(fixtures)["default_vllm_config"] = helpers["default_vllm_config"]
     recorder = Recorder(args.every, args.shard, args.shards, args.limit)
     lora = folder / "tests" / "lora"
-    options = ["-q", "--no-header", "-c", os.devnull, "--rootdir", str(folder), "--tb=short"]
-    options += ["-p", "no:cacheprovider", "--confcutdir", str(lora), "-W", "ignore"]
+    options = [*pytest_options(folder), "--confcutdir", str(lora)]
     if args.match:
         options += ["-k", args.match]
     files = [str(lora / name) for name in args.files]
@@ -271,13 +276,36 @@ def version_of(folder: Path) -> str:
     return found[1] if found else folder.name
 
 
-def main() -> None:
-    """Run the tests and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="an unpacked source distribution of vLLM")
-    parser.add_argument("--backend", default="auto", help="a backend's name, or auto")
+def argument_parser(about: str, folder: str, backend: str = "") -> argparse.ArgumentParser:
+    """Return a parser of the arguments that the tools for engines' own tests share.
+
+    Args:
+        about: the tool's docstring.
+        folder: describes its first argument.
+        backend: describes further values of --backend.
+    """
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("folder", type=Path, help=folder)
+    parser.add_argument("--backend", default="auto", help=f"a backend's name, or auto{backend}")
     parser.add_argument("--out", type=Path, required=True, help="the result file")
     parser.add_argument("--every", type=int, default=1, help="run each n-th case of a function")
+    return parser
+
+
+def tell(files: dict[str, Any]) -> int:
+    """Print the counts of each file; return 1 if a case has failed, for the exit status."""
+    for name, entry in files.items():
+        skipped = sum(entry["skipped"].values())
+        print(
+            f"{name}: {entry['passed']} passed, {skipped} skipped, "
+            f"{len(entry['contradicts'])} contradict, {len(entry['failed'])} failed"
+        )
+    return int(any(entry["failed"] for entry in files.values()))
+
+
+def main() -> None:
+    """Run the tests and write the result."""
+    parser = argument_parser(__doc__, "an unpacked source distribution of vLLM")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; the rest is skipped")
     parser.add_argument("--shards", type=int, default=1, help="processes side by side")
     parser.add_argument("--shard", type=int, help="run one share alone (used by itself)")
@@ -292,13 +320,7 @@ def main() -> None:
     from lora_backends.bench.results import write_result
 
     write_result(args.out, result)
-    for name, entry in files.items():
-        skipped = sum(entry["skipped"].values())
-        print(
-            f"{name}: {entry['passed']} passed, {skipped} skipped, "
-            f"{len(entry['contradicts'])} contradict, {len(entry['failed'])} failed"
-        )
-    raise SystemExit(any(entry["failed"] for entry in files.values()))
+    raise SystemExit(tell(files))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from lora_backends.adapters.specs import ExpertSpec, ModuleSpec
 class ReadOptions:
     """The arguments of `read_checkpoint` other than the folder, by the same names.
 
-    `unused` says of a path why the base model has no use for a module there, or None.
+    `unused` is as in `AdapterPool`.
     """
 
     modules: Mapping[str, ModuleSpec] | None

@@ -33,7 +33,7 @@ class FusedPart:
 
     @property
     def columns(self) -> Tensor:
-        """[width] int64: the fused layer's column of each of its own."""
+        """[width] int64: the index in the fused layer of each of its columns."""
         pieces = torch.arange(self.count)[:, None] * self.stride
         return (self.start + pieces + torch.arange(self.size)).flatten()
 
@@ -47,7 +47,7 @@ class ModuleSpec:
     out_features: int  # embedding: its dimension
     embed_scale: float = 1.0  # a scaled embedding (Gemma) multiplies its output by this
     transposed: bool = False  # the weight is stored [in_features, out_features] (Conv1D)
-    parts: tuple[FusedPart, ...] = ()  # the projections that it computes at once; (): not known
+    parts: tuple[FusedPart, ...] = ()  # the projections that it fuses; (): none, or unknown
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class OwnModules:
     originals: Mapping[str, Tensor] = field(default_factory=dict)
     """By path of the parameter: copies of the base model's, which PEFT loads into it."""
     promises: Promises = Promises()
-    task_type: str | None = None  # of adapter_config.json: PEFT runs aLoRA for CAUSAL_LM alone
+    task_type: str | None = None  # in adapter_config.json; PEFT runs aLoRA only for CAUSAL_LM
 
     def __bool__(self) -> bool:
         return bool(self.parameters or self.tokens or self.invocation)

@@ -118,6 +118,8 @@ class Cell:
     @property
     def active_adapters(self) -> int:
         """Number of adapters with a token."""
+        if self.mix != "skewed":  # round-robin
+            return min(self.tokens, self.adapters)
         return len(set(self.token_slots))
 
     def adapter_bytes(self, itemsize: int) -> int:

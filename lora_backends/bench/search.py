@@ -1,8 +1,8 @@
 """The search for tile sizes: which sizes are tried, and when one counts as faster.
 
-Nothing here knows a GPU: a `Lab` compiles, checks and times. Timings are noisy. So sizes are timed
-in turns, each round drops the slower ones (successive halving), and the winner has to beat the
-sizes of the rules in new timings.
+Nothing here touches a GPU: a `Lab` compiles, checks and times. Timings are noisy. So sizes are
+timed in turns, each round drops the slower ones (successive halving), and the winner has to beat
+the sizes of the rules in new timings.
 
 Source:
     Jamieson and Talwalkar, Non-stochastic Best Arm Identification, arXiv 1502.07943.
@@ -16,6 +16,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
+
+from lora_backends.sgmv.tiles.gpu import Gpu
+from lora_backends.sgmv.tiles.rules import choose_tiles
+from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, tile_faults
+from lora_backends.sgmv.tiles.source import TileSource
+from lora_backends.sgmv.tiles.table import Entry
 
 REPEATS = 3
 """Timings of each candidate before the slower two thirds are dropped."""
@@ -56,6 +62,39 @@ class Found:
 
 class RulesFail(Exception):
     """The sizes of the rules cannot be used."""
+
+
+def search_entry(
+    batch: BatchShape,
+    layer: LayerShape,
+    gpu: Gpu,
+    in_use: TileSource,
+    lab: Lab,
+    now: Callable[[], float],
+    end: float,
+) -> tuple[Found, Entry]:
+    """Run `search` for a layer and a batch until `end`; return its result, and the table's entry.
+
+    Raises:
+        RulesFail: as `search`.
+    """
+    found = search(
+        choose_tiles(batch, layer, gpu),
+        in_use.choose_tiles(batch, layer),
+        lambda tiles: not tile_faults(tiles, batch.tile_tokens, layer, gpu),
+        lab,
+        lambda: now() >= end,
+    )
+    entry = Entry(
+        layer=layer,
+        num_tokens=batch.num_tokens,
+        active_slots=batch.active_slots,
+        tile_tokens=batch.tile_tokens,
+        tiles=found.tiles,
+        tuned_us=round(found.tuned_us, 3),
+        rules_us=round(found.rules_us, 3),
+    )
+    return found, entry
 
 
 def search(

@@ -6,7 +6,6 @@ the same command continues with the points that it lacks.
 
 from __future__ import annotations
 
-import datetime
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,22 +18,21 @@ import torch
 from lora_backends.bench.cells import Cell
 from lora_backends.bench.job import best_device, make_job
 from lora_backends.bench.results import versions, writable_file, write_whole
-from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search
+from lora_backends.bench.search import MARGIN, Found, Lab, RulesFail, search_entry
 from lora_backends.common.durations import seconds_of
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.selection.registry import backend_class, unavailable_reasons
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.gpu import gpu_of
-from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, BatchShape, LayerShape, tile_faults
-from lora_backends.sgmv.tiles.source import TileSource, tile_source, user_folder
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, BatchShape, LayerShape
+from lora_backends.sgmv.tiles.source import tile_source, user_folder
 from lora_backends.sgmv.tiles.table import (
-    SCHEMA,
     BatchTiles,
     Entry,
-    TileTable,
-    device_of,
+    Key,
     file_name,
+    new_table,
     read_table,
     table_text,
 )
@@ -42,8 +40,6 @@ from lora_backends.sgmv.tiles.table import (
 DEFAULTS = {"tokens": "1,16,64,256,2048", "adapters": "1,8,64", "rank": "16"}
 """The batches to tune unless others are given; a measured batch serves those within a factor of 2.
 """
-
-Key = tuple[LayerShape, int, int, int]  # of an entry: layer, tokens, active slots, tile
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ def tune_points(
     done = {point.key for point in job.points if same_software and point.key in entries}
     progress = TuningState(entries, len(done))
     todo = [point for point in job.points if point.key not in done]
-    # not a backend's: it would tune at first use where the environment asks for that
+    # not `tile_source` of a backend, which tunes at first use if LORA_BACKENDS_TUNE is set
     package = engine_with_tiles(job.backend).entry_kernels.__package__
     in_use = tile_source(job.backend, package, job.device, "auto")
     end = now() + job.budget
@@ -115,11 +111,13 @@ def tune_points(
         share_ends = start + (end - start) / (len(todo) - i)
         notify(len(done) + i, point, None)
         try:
-            result = _search(job, point, in_use, lab_of(point), now, share_ends)
+            batch = BatchShape(point.cell.tokens, point.active_slots, point.tile_tokens)
+            gpu, lab = gpu_of(job.device), lab_of(point)
+            result, entry = search_entry(batch, point.layer, gpu, in_use, lab, now, share_ends)
         except RulesFail as error:
             progress.skipped.append(f"{point.cell}: {error}")
             continue
-        progress.entries[point.key] = _entry(point, result)
+        progress.entries[point.key] = entry
         progress.tried += result.tried
         progress.failed += result.failed
         _write(job, progress.entries.values())
@@ -127,44 +125,12 @@ def tune_points(
     return progress
 
 
-def _search(
-    job: Tuning,
-    point: Point,
-    in_use: TileSource,
-    lab: Lab,
-    now: Callable[[], float],
-    end: float,
-) -> Found:
-    batch = BatchShape(point.cell.tokens, point.active_slots, point.tile_tokens)
-    gpu = gpu_of(job.device)
-    return search(
-        rules.choose_tiles(batch, point.layer, gpu),
-        in_use.choose_tiles(batch, point.layer),
-        lambda tiles: not tile_faults(tiles, point.tile_tokens, point.layer, gpu),
-        lab,
-        lambda: now() >= end,
-    )
-
-
-def _entry(point: Point, result: Found) -> Entry:
-    return Entry(
-        layer=point.layer,
-        num_tokens=point.cell.tokens,
-        active_slots=point.active_slots,
-        tile_tokens=point.tile_tokens,
-        tiles=result.tiles,
-        tuned_us=round(result.tuned_us, 3),
-        rules_us=round(result.rules_us, 3),
-    )
-
-
 def _read_entries(job: Tuning) -> tuple[dict[Key, Entry], bool]:
     """Return the table's entries, and whether the torch and Triton of this run measured them."""
     if not job.path.exists():
         return {}, True
     table = read_table(job.path, job.backend, job.device)
-    entries = {(e.layer, e.num_tokens, e.active_slots, e.tile_tokens): e for e in table.entries}
-    return entries, table.versions == _versions()
+    return {entry.key: entry for entry in table.entries}, table.versions == _versions()
 
 
 def _versions() -> dict[str, str]:
@@ -172,19 +138,9 @@ def _versions() -> dict[str, str]:
 
 
 def _write(job: Tuning, entries: Iterable[Entry]) -> None:
-    device, capability = device_of(job.device)
     entries = tuple(entries)
-    table = TileTable(
-        schema=SCHEMA,
-        backend=job.backend,
-        device=device,
-        capability=capability,
-        multiprocessors=gpu_of(job.device).multiprocessors,
-        versions=_versions(),
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        batches=tuple(best_tiles(entries).values()),
-        entries=entries,
-    )
+    batches = best_tiles(entries).values()
+    table = new_table(job.backend, job.device, _versions(), entries, batches)
     write_whole(job.path, table_text(table))
 
 

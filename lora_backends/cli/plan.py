@@ -1,8 +1,9 @@
-"""`lora-backends plan`: how many adapters fit, how long requests wait, how many cards it takes."""
+"""`lora-backends plan`: slots that fit, waits of requests, and cards for a load."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 from lora_backends.cli.console import output, step, table
 from lora_backends.cli.options import JsonFlag
 from lora_backends.errors import InvalidInputError
-from lora_backends.planning.cards import Card, find_card, read_card, with_memory
+from lora_backends.planning.cards import Card, find_card, read_card
 from lora_backends.planning.checks import check_number
 from lora_backends.planning.fleet import Fleet, Plan, make_plan
 from lora_backends.planning.shapes import read_shapes
@@ -23,60 +24,64 @@ def plan(
     config_json: Annotated[
         Path, typer.Option(help="config.json of the base model, or its folder.")
     ],
-    adapters: Annotated[int, typer.Option(help="Adapters that may be asked for.")],
-    rate: Annotated[float, typer.Option(help="Requests in a second, of the whole fleet.")],
+    adapters: Annotated[int, typer.Option(help="Number of adapters.")],
+    rate: Annotated[float, typer.Option(help="Requests per second of the whole fleet.")],
     card: Annotated[
-        str, typer.Option(help="A card that was measured, or a result of bench on yours.")
+        str, typer.Option(help="A measured card, or a result file of bench (.json).")
     ] = "NVIDIA H200",
     memory_gb: Annotated[
-        float | None, typer.Option(help="Memory of the card, 1e9 bytes; needed with a result.")
+        float | None, typer.Option(help="Memory of the card in 1e9 bytes; needed with a file.")
     ] = None,
     rank: Annotated[int, typer.Option(help="Rank of every adapter.")] = 16,
     max_rank: Annotated[
-        int | None, typer.Option(help="Width of the stacks; default: rank.")
+        int | None, typer.Option(help="Rank that the stacks have room for; default: rank.")
     ] = None,
     target_modules: Annotated[
-        str, typer.Option(help="As in PEFT: all-linear, or names with commas.")
+        str, typer.Option(help="As in PEFT: all-linear, or names separated by commas.")
     ] = "all-linear",
     target_parameters: Annotated[
-        str, typer.Option(help="As in PEFT, for stacked experts: names with commas.")
+        str, typer.Option(help="As in PEFT, for stacked experts: names separated by commas.")
     ] = "",
-    dtype: Annotated[str, typer.Option(help="Of the base model.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Dtype of the base model.")] = "bfloat16",
     adapter_dtype: Annotated[
-        str | None, typer.Option(help="Of the stacks: int8, float8_e4m3fn, ...")
+        str | None,
+        typer.Option(help="Dtype of the stacks: int8, float8_e4m3fn, ...; default: dtype."),
     ] = None,
     zipf: Annotated[
-        float, typer.Option(help="Popularity falls as 1 / i^zipf; 0: all alike.")
+        float, typer.Option(help="Popularity of adapter i is 1 / i^zipf; 0: equal.")
     ] = 1.0,
     prompt_tokens: Annotated[int, typer.Option(help="Mean length of a prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option(help="Mean length of an answer.")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Mean length of an output.")] = 128,
     rows: Annotated[int, typer.Option(help="The most requests in a batch.")] = 64,
-    slots: Annotated[int | None, typer.Option(help="max_adapters; default: what fits.")] = None,
-    cpu_gb: Annotated[
-        float | None, typer.Option(help="Memory for adapters, 1e9 bytes; default: all of them.")
+    slots: Annotated[
+        int | None, typer.Option(help="max_adapters; default: as many as fit.")
     ] = None,
-    spare: Annotated[float, typer.Option(help="Share of the card's memory left to others.")] = 0.1,
-    max_wait_s: Annotated[
-        float, typer.Option(help="95 of 100 requests wait at most so long.")
-    ] = 1.0,
+    cpu_gb: Annotated[
+        float | None,
+        typer.Option(help="Host memory for adapters in 1e9 bytes; default: enough for all."),
+    ] = None,
+    spare: Annotated[float, typer.Option(help="Share of the card's memory left free.")] = 0.1,
+    max_wait_s: Annotated[float, typer.Option(help="Bound on the 95th percentile of waits.")] = 1.0,
     base_step_ms: Annotated[
-        float | None, typer.Option(help="The base model's decode step, as your engine takes it.")
+        float | None, typer.Option(help="Your engine's decode step without adapters.")
     ] = None,
     prompt_tokens_per_s: Annotated[
-        float | None, typer.Option(help="The base model's prefill, as your engine runs it.")
+        float | None, typer.Option(help="Your engine's prefill rate without adapters.")
     ] = None,
     load_gb_per_s: Annotated[float, typer.Option(help="From memory into a slot.")] = 20.0,
-    disk_gb_per_s: Annotated[float, typer.Option(help="From a disk into memory.")] = 1.0,
+    disk_gb_per_s: Annotated[float, typer.Option(help="From disk into memory.")] = 1.0,
     eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
-    requests: Annotated[int, typer.Option(help="Drawn for a simulation.")] = 4000,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    requests: Annotated[int, typer.Option(help="Number of simulated requests.")] = 4000,
+    seed: Annotated[int, typer.Option(help="Seed of the simulation.")] = 0,
     as_json: JsonFlag = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw slots against waits to FILE.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Save a plot of hit rates and waits to FILE.")
+    ] = None,
 ) -> None:
     """Say how many adapters fit on a card, how long requests wait, and how many cards it takes.
 
-    Bytes come from the model's configuration and PEFT, times from measurements of the card, waits
-    from a simulation that runs the pool's own policy. Nothing is loaded, and no GPU is needed.
+    Bytes come from the model's configuration and PEFT, times from measurements of the card, and
+    waits from a simulation of the pool's own policy. It loads no weights and needs no GPU.
     """
     if plot is not None:
         from lora_backends.bench.results import writable_file
@@ -126,15 +131,19 @@ def plan(
 def _card(name: str, memory_gb: float | None) -> Card:
     if memory_gb is not None:
         check_number("--memory-gb", memory_gb, most=1e9)
-    if not name.endswith(".json"):
-        return with_memory(find_card(name), memory_gb)
-    if memory_gb is None:
-        raise InvalidInputError(f"--memory-gb is missing: {name} does not tell the card's memory")
-    return read_card(Path(name), int(1e9 * memory_gb))
+    memory = None if memory_gb is None else int(1e9 * memory_gb)
+    if name.endswith(".json"):
+        if memory is None:
+            raise InvalidInputError(
+                f"--memory-gb is missing: {name} does not state the card's memory"
+            )
+        return read_card(Path(name), memory)
+    found = find_card(name)
+    return found if memory is None else replace(found, memory_bytes=memory)
 
 
 def show(made: Plan, fleet: Fleet) -> None:
-    """Print a plan."""
+    """Print a plan as tables and notes."""
     model = made.model
     table(
         f"{model.origin} on {made.card}",
@@ -143,10 +152,10 @@ def show(made: Plan, fleet: Fleet) -> None:
             ["base model", _bytes(model.base_bytes)],
             [f"cache of {fleet.rows} requests", _bytes(made.cache_bytes)],
             [f"an adapter of rank {model.rank}, {model.modules} modules", _bytes(model.file_bytes)],
-            [f"a slot of width {model.max_rank}, {model.adapter_dtype}", _bytes(model.slot_bytes)],
+            [f"a slot of rank {model.max_rank}, {model.adapter_dtype}", _bytes(model.slot_bytes)],
             ["slots that fit", f"{made.slots_that_fit:,}"],
-            ["base model's decode step", f"{1e3 * made.base_step_s:.2f} ms"],
-            ["the adapters add", f"{1e3 * made.lora_step_s:.2f} ms"],
+            ["decode step of the base model", f"{1e3 * made.base_step_s:.2f} ms"],
+            ["added by the adapters", f"{1e3 * made.lora_step_s:.2f} ms"],
         ],
         lines=False,
     )
@@ -165,9 +174,9 @@ def show(made: Plan, fleet: Fleet) -> None:
     table(f"{title}, by slots", columns, [_row(o) for o in made.by_slots], lines=False)
     console = output()
     if made.thrashes_below is None:
-        console.print("thrashes with any of these slots, or waits too long", markup=False)
+        console.print("thrashes or waits too long with any of these slots", markup=False)
     elif made.thrashes_below > made.by_slots[0].slots:
-        console.print(f"thrashes or waits below {made.thrashes_below} slots", markup=False)
+        console.print(f"thrashes or waits too long below {made.thrashes_below} slots", markup=False)
     for routing, count in made.cards.items():
         text = "more than 64 cards" if count is None else f"{count} card{'s' * (count > 1)}"
         console.print(f"requests sent {_to(routing)}: {text}", markup=False)

@@ -1,4 +1,4 @@
-"""Lengths of time as users write them."""
+"""Reads lengths of time such as "5m"."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def seconds_of(text: str, meaning: str) -> float:
     """Return the seconds of "90s", "5m" or "1h".
 
     Args:
-        text: what a user wrote.
-        meaning: the option or variable, for the error.
+        text: a number and one of s, m, h.
+        meaning: the option or variable, which begins the error.
 
     Raises:
-        InvalidInputError: another text, or no time at all.
+        InvalidInputError: another text, or zero.
     """
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text.strip(), re.ASCII)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0

@@ -1,4 +1,4 @@
-"""One call of a pipeline: the adapters of every row of each component's passes."""
+"""One call of a pipeline: the adapters of every row, in the passes of each component."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class ComponentCall(Request):
     """The passes of one component in a call of the pipeline.
 
     Args:
-        name: of the component.
+        name: name of the component.
         wrapped: the component.
-        entries: of its rows, in their order: of the prompts, or of the images.
-        slots: of the adapters in `entries`, by name.
-        copies: how often a pass may have all these rows, one set of them after another.
-        trial: of a denoiser; None for a text encoder.
+        entries: the entry of each row: one per prompt for a text encoder, one per image for a
+            denoiser.
+        slots: slots of the adapters in `entries`, by name.
+        copies: how many copies of these rows, one behind another, a pass may have.
+        trial: trial pass of a denoiser; None for a text encoder.
 
     Raises:
-        UnsupportedInputError: a blend or a strength that cannot be applied, as one of DoRA.
+        UnsupportedInputError: a blend or a strength cannot be applied, for instance that of DoRA.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class ComponentCall(Request):
         pool = wrapped.pool
         for entry in entries:
             for adapter, strength in entry.items() if isinstance(entry, Mapping) else ():
-                # PEFT divides by the norm of W + strength * scaling * B A: other output_scales.
+                # PEFT divides by the norm of W + strength * scaling * B A, but the slot's
+                # output_scales hold that of strength 1.
                 if strength != 1 and pool.has_dora(slots[adapter]):
                     raise UnsupportedInputError(
                         f"adapter {adapter!r} uses DoRA, whose norm depends on the strength\n"
@@ -49,14 +51,14 @@ class ComponentCall(Request):
         super().__init__(
             wrapped.key, pool, wrapped.images, entries, slots, wrapped.backend, after_cache=False
         )
-        # Hooks of other modules have nothing to do: patches of a convolution take time.
+        # Modules without LoRA in this call are skipped, which saves the patches of convolutions.
         touched = {path for slot in slots.values() for path in pool.modules_of(slot)}
         self.stacks = {path: stack for path, stack in self.stacks.items() if path in touched}
         self._name, self._copies, self._trial = name, copies, trial
         self.outer: PipelineCall | None = None
 
     def begin(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
-        """Note the rows of a pass; a denoiser's have no tokens that are counted."""
+        """Begin a pass of so many rows; a denoiser's rows have no tokens to count."""
         super().begin(inputs, rows, 0 if self._trial is not None else length)
 
     def _slots_of_rows(self, rows: int) -> list[int]:
@@ -66,7 +68,7 @@ class ComponentCall(Request):
         if copies not in self._copies or rows % len(self.rows):
             allowed = " or ".join(str(len(self.rows) * each) for each in self._copies)
             raise UnsupportedInputError(
-                f"the pipeline runs its {self._name} on rows that are not those of the adapters\n"
+                f"the pipeline runs its {self._name} on another number of rows than expected\n"
                 f"  given: a pass of {rows} rows for {len(self.rows)} entries\n"
                 f"  allowed: {allowed} rows, or one adapter for all images"
             )
@@ -79,19 +81,19 @@ class ComponentCall(Request):
         name = self._trial.untried(inputs) if self.differ else None
         if name is not None:
             raise UnsupportedInputError(
-                f"it is not known to which images the input {name} of the {self._name} belongs\n"
+                f"the order of rows is not known for the input {name} of the {self._name}\n"
                 f"  given: images with different adapters\n"
                 f"  allowed: {', '.join(self._trial.values)}\n"
-                f"  to do: leave out what adds the input (an IP-Adapter, a ControlNet, "
+                f"  to do: remove the source of the input (an IP-Adapter, a ControlNet, "
                 f"attention arguments), or use one adapter for all images"
             )
 
 
 class PipelineCall(ModelCall):
-    """The calls of all components, each of which runs while its component does.
+    """The calls of all components; each one is active while its component runs.
 
     Args:
-        calls: by key of the wrapped component, of those for which a row has an adapter.
+        calls: calls of the components in which a row has an adapter, by the component's key.
     """
 
     def __init__(self, calls: Mapping[str, ComponentCall]) -> None:

@@ -1,6 +1,7 @@
 """Makes the checkpoint of one component from its tensors, alphas and metadata.
 
-scaling   alpha / rank, or 1 where a file has no alphas; with metadata as PEFT reads it
+The scaling of a module is alpha / rank, or 1 in a file without alphas. Metadata gives scalings by
+PEFT's rules.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ def checkpoint_of(
     """Return the checkpoint of one component.
 
     Args:
-        file: of the tensors.
-        name: of the component.
-        part: of the file that is for it.
+        file: the file, for errors.
+        name: name of the component.
+        part: the component's part of the file.
         sites: modules of the component, by path.
         max_rank: the largest rank allowed.
-        limits: of the cost of metadata.
+        limits: limits of the cost of matching metadata.
 
     Raises:
-        InvalidInputError: it does not fit the component, or contradicts itself.
-        UnsupportedInputError: metadata with a feature that is not reproduced exactly.
+        InvalidInputError: the part does not fit the component, or contradicts itself.
+        UnsupportedInputError: the metadata asks for a feature that is not reproduced exactly.
     """
     modules = _modules(file, name, part)
     scalings = _scalings(file, name, part, modules, limits)
@@ -56,27 +57,27 @@ def checkpoint_of(
                 f"{len([p for p in modules if p not in sites])} of {len(modules)} modules that "
                 f"{name} lacks",
                 "LoRA of linear layers and convolutions",
-                "load it into the model that it was trained on",
+                "load it into the model that it was trained for",
             )
         deltas[path] = _delta(file, name, site, modules[path], scalings[path], max_rank)
     return Checkpoint(file.path, deltas, {})
 
 
 def _modules(file: LoRAFile, name: str, part: ComponentTensors) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each module, by part."""
+    """Return the tensors of each module, by the names in `_PARTS`."""
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
     strange = []
     for key, tensor in part.tensors.items():
-        end = next((end for end in _PARTS if key.endswith((f".{end}", f".{end}.weight"))), None)
-        if end is None:
-            strange.append(f"{name}.{key}")
+        path, dot, end = key.rpartition(".lora_")
+        end = f"lora_{end}" if end != "magnitude_vector.weight" else MAGNITUDE
+        if dot and end in _PARTS:
+            modules[path][end] = tensor
         else:
-            modules[key.removesuffix(".weight").removesuffix(end.removesuffix(".weight"))[:-1]][
-                end
-            ] = tensor
+            strange.append(f"{name}.{key}")
     if strange:
         file.refuse("some tensors are not understood", strange, f"the parts {', '.join(_PARTS)}")
-    # PEFT gives a part to every module as soon as one has it, and would fill those that lack it.
+    # If one module has a bias or magnitudes, PEFT makes them for all modules. Those that the file
+    # lacks would keep their initial values.
     needed = [A, B, *(end for end in (BIAS, MAGNITUDE) if any(end in m for m in modules.values()))]
     for path, parts in modules.items():
         missing = [end for end in needed if end not in parts]
@@ -131,7 +132,7 @@ def _delta(
     scaling: float,
     max_rank: int,
 ) -> ModuleDelta:
-    """Return the LoRA of one module, that of a convolution as matrices for patches."""
+    """Return the LoRA of one module; that of a convolution becomes matrices for patches."""
     rank, spec = parts[A].shape[0] if parts[A].ndim else 0, site.spec
     shape_a: tuple[int, ...] = (rank, spec.in_features)
     shape_b: tuple[int, ...] = (spec.out_features, rank)
@@ -146,7 +147,7 @@ def _delta(
                 f"{name}.{site.path}.{end} does not fit",
                 f"{list(tensor.shape)}",
                 f"{list(allowed[end])} of a rank from 1 to {max_rank} (max_rank)",
-                "load it into the model that it was trained on, or raise max_rank",
+                "load it into the model that it was trained for, or raise max_rank",
             )
     bias = parts[BIAS].to(torch.float32) * scaling if BIAS in parts else None
     a, b = parts[A].flatten(1), parts[B].flatten(1)

@@ -23,7 +23,7 @@ from lora_backends.hf.wrapped import WrappedModel
 
 @dataclass(frozen=True)
 class Room:
-    """The slots of every component."""
+    """Size, limits and dtype of every component's pool."""
 
     max_adapters: int
     max_rank: int
@@ -32,14 +32,17 @@ class Room:
 
 
 class Component:
-    """One component, its adapters and hooks.
+    """One component with its adapters and hooks.
 
     Args:
-        name: in the pipeline.
+        name: its name in the pipeline.
         base: the component; `check_component` accepts it.
-        backend: that adds the LoRA.
-        copies: as `ComponentCall`.
-        trial: of a denoiser; None for a text encoder.
+        backend: the backend that adds the LoRA.
+        copies: as of `ComponentCall`.
+        trial: trial pass of a denoiser; None for a text encoder.
+
+    Raises:
+        UnsupportedInputError: the component is on another device than the backend.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Component:
         """Make the pool, and hook the component."""
         self.wrapped.open(room.max_adapters, room.max_rank, room.limits, None, room.adapter_dtype)
         base, key = self.wrapped.base, self.wrapped.key
-        handles = self.wrapped.hooked.handles  # taken off with the others
+        handles = self.wrapped.hooked.handles  # all of which are removed together
 
         def enter(*_: Any) -> None:
             outer = RUNNING.call
@@ -76,7 +79,7 @@ class Component:
             if isinstance(inner, ComponentCall) and inner.model == key and inner.outer is not None:
                 RUNNING.call = inner.outer
 
-        # Before the hook that announces the pass to the running call.
+        # In front of the hook that tells the running call about the pass.
         handles.append(base.register_forward_pre_hook(enter, prepend=True))
         handles.append(base.register_forward_hook(leave, always_call=True))
 
@@ -86,14 +89,14 @@ class Component:
         return self.wrapped.pool
 
     def check(self, current: object) -> None:
-        """Refuse to run a component that changed after it was wrapped.
+        """Refuse to run a component that has changed since it was wrapped.
 
         Args:
             current: the pipeline's component of this name.
 
         Raises:
-            InvalidInputError: it was detached, replaced, converted, or is in training mode.
-            UnsupportedInputError: as `check_component`.
+            InvalidInputError: the component was detached or changed, or is in training mode.
+            UnsupportedInputError: it is not `current`, or as `check_component`.
         """
         self.wrapped.check()
         if current is not self.wrapped.base:
@@ -104,32 +107,32 @@ class Component:
         check_component(self.name, self.wrapped.base)
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Refuse LoRA that cannot be reproduced, or of a module that the component never calls.
+        """Raise UnsupportedInputError for LoRA that would not act as trained.
 
-        Raises:
-            UnsupportedInputError: it is such LoRA.
+        It cannot be reproduced, or it adapts a module that the denoiser's trial pass did not call.
         """
         self.wrapped.check_checkpoint(checkpoint)
         layouts = self.wrapped.layouts
         unused = [path for path in checkpoint.modules if layouts[path].reason == UNREACHED]
         if unused and self._trial is not None:
             raise UnsupportedInputError(
-                f"{checkpoint.folder} adapts modules that the {self.name} was not seen to call, so "
-                f"their LoRA would be without effect\n  given: {', '.join(unused[:3])}\n"
+                f"{checkpoint.folder} adapts modules that the {self.name} does not call, so their "
+                f"LoRA would have no effect\n  given: {', '.join(unused[:3])}\n"
                 f"  to do: wrap the pipeline before projections are fused"
             )
 
     def call(self, entries: Sequence[Entry], slots: Mapping[str, int]) -> ComponentCall:
-        """Return the call whose rows have these entries, in their order."""
+        """Return the call in which row i has `entries[i]`."""
         return ComponentCall(self.name, self.wrapped, entries, slots, self._copies, self._trial)
 
 
 def check_component(name: str, base: nn.Module) -> None:
-    """Refuse a component whose passes hooks do not see, or that mix rows.
+    """Refuse a component whose modules may run without their hooks, or that has other adapters.
 
     Raises:
-        UnsupportedInputError: it holds adapters of PEFT, is compiled, offloaded, has hooks of
-            diffusers (caching, layerwise casting, offloading by groups) or fused projections.
+        UnsupportedInputError: it holds adapters of PEFT, is compiled or offloaded, or has fused
+            projections or hooks of diffusers (caching, layerwise casting, group offloading); or
+            as `check_base`.
     """
     problem = to_do = ""
     if getattr(base, "peft_config", None):
@@ -142,12 +145,12 @@ def check_component(name: str, base: nn.Module) -> None:
             problem, to_do = f"is compiled{where}", "use it without torch.compile"
         elif vars(module).get("_hf_hook") is not None:
             problem = f"is offloaded{where}"
-            to_do = "pipe.to(device) in place of offloading"
+            to_do = "call pipe.to(device) instead of offloading"
         elif hooks:
             problem = f"has hooks of diffusers{where}: {', '.join(hooks)}"
-            to_do = "use it without caching, casting by layers and offloading by groups"
+            to_do = "use it without caching, layerwise casting and group offloading"
         elif vars(module).get("fused_projections"):
-            problem = f"has fused projections{where}, which pass the adapted modules by"
+            problem = f"has fused projections{where}, which bypass the adapted modules"
             to_do = "pipe.unfuse_qkv_projections()"
         if problem:
             break

@@ -1,7 +1,7 @@
-"""Converts the names that trainers give to tensors, by diffusers' own converters.
+"""Converts the tensor names of other trainers with diffusers' own converters.
 
-Diffusers filters out what it does not support, with a warning or without one. Here every tensor
-that reaches no component is refused by name, unless all its values are 0.
+Diffusers drops tensors that it does not support, sometimes without a warning. Here a tensor that
+reaches no component is refused by name, unless all its values are 0.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ALPHA = ".alpha"
 
 @dataclass(frozen=True, eq=False)
 class ComponentTensors:
-    """The part of a file that is for one component."""
+    """One component's part of a file."""
 
     tensors: Mapping[str, Tensor]  # by PEFT's names: "mid_block.attentions.0.proj_in.lora_A.weight"
-    alphas: Mapping[str, float]  # of modules, by path
+    alphas: Mapping[str, float]  # by path of the module
     metadata: Mapping[str, Any] | None  # PEFT's configuration
 
 
@@ -33,7 +33,8 @@ def convert(pipe: Any, family: Family, file: LoRAFile) -> dict[str, ComponentTen
     """Return the tensors of each component of a pipeline, by the component's name.
 
     Raises:
-        InvalidInputError: a tensor is for no component, or diffusers cannot convert the file.
+        InvalidInputError: diffusers cannot convert the file, or a tensor, an alpha or metadata in
+            it reaches no component.
     """
     state, alphas = _converted(pipe, family, file)
     names = (family.denoiser, *family.encoders)
@@ -57,11 +58,11 @@ def convert(pipe: Any, family: Family, file: LoRAFile) -> dict[str, ComponentTen
             )
         elif numbers or metadata:
             rest = [f"{name}.{key}" for key in (*numbers, *(metadata or ()))]
-            file.refuse(f"there are no tensors for {name}", rest, "alphas with LoRA matrices")
+            file.refuse(f"there are no tensors for {name}", rest, "alphas of LoRA matrices")
     if file.metadata is not None:
         rest = [key for key in file.metadata if not key.startswith(tuple(f"{n}." for n in names))]
         if rest:
-            file.refuse("the metadata is of another component", rest, ", ".join(names))
+            file.refuse("the metadata is for another component", rest, ", ".join(names))
     return parts
 
 
@@ -73,7 +74,7 @@ def _without_prefix(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _converted(
     pipe: Any, family: Family, file: LoRAFile
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return diffusers' conversion of a file: tensors, and alphas by name."""
+    """Return the tensors and the alphas of a file, both by diffusers' names."""
     arguments: dict[str, Any] = {"return_lora_metadata": True}
     if family.maps_blocks:
         arguments["unet_config"] = getattr(pipe, family.denoiser).config
@@ -82,14 +83,14 @@ def _converted(
     leaves = {n: t.detach() for n, t in file.tensors.items() if not n.endswith(ALPHA)}
     numbers = {n: _number(file, n, t) for n, t in file.tensors.items() if n.endswith(ALPHA)}
     try:
-        # With a graph: it shows which tensors the result depends on. Copies, because a converter
+        # Autograd's graph shows which tensors the result depends on. Clones, because a converter
         # may scale a tensor in place.
         with torch.inference_mode(False), torch.enable_grad():
             given = {n: leaf.requires_grad_().clone() for n, leaf in leaves.items()} | numbers
             result = type(pipe).lora_state_dict(given, **arguments)
     except MemoryError:
         raise
-    except Exception as error:  # converters check names by assertions, lookups and more
+    except Exception as error:  # converters fail by assertions, failed lookups and more
         raise file.error(
             "diffusers cannot convert it", told(error), "names of diffusers, kohya, XLabs or BFL"
         ) from error
@@ -105,7 +106,7 @@ def _converted(
 def _number(file: LoRAFile, name: str, tensor: Tensor) -> Tensor:
     if tensor.numel() != 1:
         file.refuse("an alpha is no number", f"{name} {list(tensor.shape)}", "one number")
-    # Diffusers asks for a floating one, and reads a Python number from it.
+    # Converters take a floating-point scalar, and call item() on it.
     return tensor.detach().reshape(()).float()
 
 
@@ -115,12 +116,12 @@ def _check_nothing_lost(
     numbers: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
 ) -> None:
-    """Refuse a file of which a part does not reach the converted tensors."""
+    """Refuse a file if some of its tensors or alphas do not reach the converted tensors."""
     used = _leaves_of(state.values())
     lost = [
         name
         for name, leaf in leaves.items()
-        # Zeros change nothing, and diffusers drops them in silence. A scale of 0 would change all.
+        # Dropping LoRA of zeros changes nothing. Dropping a scale of 0 would.
         if id(leaf) not in used and ("scale" in name or bool(leaf.any()))
     ]
     modules = {name.partition(".lora")[0] for name, leaf in leaves.items() if id(leaf) in used}
@@ -135,7 +136,7 @@ def _check_nothing_lost(
 
 
 def _leaves_of(results: Iterable[Tensor]) -> set[int]:
-    """Return the ids of the leaves of autograd's graph that results depend on."""
+    """Return the ids of the leaves of autograd's graph that the results depend on."""
     found: set[int] = set()
     pending: list[Any] = []
     for result in results:
@@ -146,12 +147,11 @@ def _leaves_of(results: Iterable[Tensor]) -> set[int]:
     seen = set(pending)
     while pending:
         node = pending.pop()
-        if hasattr(node, "variable"):  # of a leaf
+        if hasattr(node, "variable"):  # AccumulateGrad, the node of a leaf
             found.add(id(node.variable))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
+        new = {source for source, _ in node.next_functions if source is not None} - seen
+        seen |= new
+        pending += new
     return found
 
 
@@ -175,7 +175,7 @@ def _renamed(
     try:
         if is_encoder:
             renamed = convert_state_dict_to_peft(convert_state_dict_to_diffusers(renamed))
-            if not hasattr(module, "text_model"):  # of older versions of Transformers
+            if not hasattr(module, "text_model"):  # files have the paths of older Transformers
                 renamed = {k.removeprefix("text_model."): v for k, v in renamed.items()}
         elif "lora_A" not in next(iter(renamed)):
             renamed = convert_unet_state_dict_to_peft(renamed)
@@ -186,12 +186,12 @@ def _renamed(
             "LoRA matrices of modules",
         ) from error
     if len(renamed) != len(tensors):
-        file.refuse(f"two tensors for {name} have one meaning", [*tensors], "one of them")
+        file.refuse(f"two tensors for {name} get one name", [*tensors], "one of them")
     if metadata is not None and not metadata:
         file.refuse(f"the metadata has no entry for {name}", [*tensors], "metadata for all parts")
     if metadata is not None and numbers:
         file.refuse(f"{name} has metadata and alphas", [*numbers], "one of them")
-    # The converters keep the order, so this is the new name of each old one.
+    # From old names to new ones, because the converters keep the order.
     names = dict(zip(tensors, renamed, strict=True))
     alphas = {}
     for key, alpha in numbers.items():

@@ -1,7 +1,7 @@
-"""The pipelines whose rows are known, from diffusers' own code.
+"""The pipelines whose order of rows is known, from the source code of diffusers.
 
-In all of them the images of prompt i are rows next to each other (`num_images_per_prompt`), and a
-pass with classifier-free guidance has all rows twice: first with the negative prompts.
+In all of them the images of one prompt are adjacent rows (`num_images_per_prompt`), and a pass with
+classifier-free guidance has all rows twice, first with the negative prompts.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 
 @dataclass(frozen=True)
 class Family:
-    """Pipelines with one denoiser."""
+    """Pipelines of one model: from text, from an image, or inpainting."""
 
-    pipelines: tuple[str, ...]  # names of classes of diffusers
-    denoiser: str  # name of the component
-    kind: str  # class of the denoiser
-    encoders: tuple[str, ...]  # names of the components that encode text and may have LoRA
-    copies: tuple[int, ...]  # how often a pass of the denoiser may have the rows of all images
-    maps_blocks: bool = False  # whether diffusers' converter takes the UNet's configuration
-    returns_alphas: bool = False  # whether it returns alphas only where it is asked to
+    pipelines: tuple[str, ...]  # class names in diffusers
+    denoiser: str  # component name of the denoiser
+    kind: str  # class name of the denoiser
+    encoders: tuple[str, ...]  # component names of the text encoders that may have LoRA
+    copies: tuple[int, ...]  # allowed numbers of copies of all rows in a pass of the denoiser
+    maps_blocks: bool = False  # whether diffusers' converter takes `unet_config`
+    returns_alphas: bool = False  # whether diffusers' converter takes `return_alphas`
 
     def trial(self, denoiser: nn.Module) -> DenoiserTrial:
-        """Return the trial inputs of the denoiser."""
+        """Return the trial pass of the denoiser."""
         make: Callable[[nn.Module], DenoiserTrial] = TRIALS[self.kind]
         return make(denoiser)
 
 
 def _with_images(name: str) -> tuple[str, ...]:
-    """Return the classes of one model: from text, from an image, and of a part of an image."""
+    """Return a model's pipeline classes: from text, from an image, and inpainting."""
     return tuple(f"{name}{task}Pipeline" for task in ("", "Img2Img", "Inpaint"))
 
 
@@ -74,22 +74,23 @@ def family_of(pipe: Any) -> Family:
     """Return the family of a pipeline.
 
     Raises:
-        InvalidInputError: it is no pipeline.
-        UnsupportedInputError: one whose order of rows is not known here, or with another denoiser.
+        InvalidInputError: `pipe` is no pipeline.
+        UnsupportedInputError: the order of rows is not known for its class, or its denoiser has
+            another class than the family's.
     """
     kind = type(pipe)
     if not hasattr(pipe, "components") or not callable(pipe):
         raise InvalidInputError(
-            f"no pipeline\n  given: {shown(pipe)}\n"
+            f"pipe is no pipeline of diffusers\n  given: {shown(pipe)}\n"
             f"  to do: pass what DiffusionPipeline.from_pretrained(...) returns"
         )
     known = [name for family in FAMILIES for name in family.pipelines]
-    # A subclass may order rows in another way.
+    # A subclass outside of diffusers may order rows in another way.
     is_of_diffusers = kind.__module__.partition(".")[0] == "diffusers"
     found = [family for family in FAMILIES if kind.__name__ in family.pipelines]
     if not found or not is_of_diffusers:
         raise UnsupportedInputError(
-            f"it is not known which rows of this pipeline's passes belong to an image\n"
+            f"the order of rows is not known for this class of pipeline\n"
             f"  given: {kind.__module__}.{kind.__name__}\n  allowed: {', '.join(known)}"
         )
     family = found[0]

@@ -1,4 +1,4 @@
-"""Reads the file of a LoRA for a pipeline: its tensors and its metadata, by nobody's names yet."""
+"""Reads a LoRA file for a pipeline: its tensors, under the file's own names, and its metadata."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lora_backends.adapters.files.formats import names_in
 from lora_backends.adapters.files.limits import LoadLimits
+from lora_backends.adapters.files.messages import problem
 from lora_backends.adapters.files.pickle_file import read_pickle
 from lora_backends.adapters.files.safetensors_file import read_with_metadata
 from lora_backends.adapters.files.tensor_checks import check_dtype, check_finite
@@ -20,7 +21,7 @@ from lora_backends.common.files import as_path, kind_of
 from lora_backends.errors import InvalidInputError, shown
 
 METADATA_KEY = "lora_adapter_metadata"
-"""Under which diffusers keeps the configurations of PEFT, one JSON object for all components."""
+"""Key under which diffusers stores PEFT's configurations, one JSON object for all components."""
 
 _OWN_NAMES = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -31,52 +32,46 @@ class LoRAFile:
     """The content of one file."""
 
     path: Path
-    tensors: Mapping[str, Tensor]  # floating, finite, on the CPU, by name
-    metadata: Mapping[str, Any] | None  # diffusers' own: "unet.r" and the like
+    tensors: Mapping[str, Tensor]  # by name; finite, and floating-point but for alphas
+    metadata: Mapping[str, Any] | None  # diffusers' own, by keys such as "unet.r"
 
     def refuse(self, what: str, given: str | list[str], allowed: str, to_do: str = "") -> NoReturn:
-        """Raise the error for a problem of this file."""
+        """Raise `error`."""
         raise self.error(what, given, allowed, to_do)
 
     def error(
         self, what: str, given: str | list[str], allowed: str, to_do: str = ""
     ) -> InvalidInputError:
         """Return the error for a problem of this file."""
-        return InvalidInputError(self.problem(what, given, allowed, to_do))
-
-    def problem(self, what: str, given: str | list[str], allowed: str, to_do: str = "") -> str:
-        """Return the message for a problem of this file."""
-        facts = [given] if isinstance(given, str) else given
-        more = f", and {len(facts) - 5} more" if len(facts) > 5 else ""
-        to_do = f"\n  to do: {to_do}" if to_do else ""
-        return (
-            f"cannot load the LoRA: {what}\n  file: {self.path}\n"
-            f"  given: {', '.join(facts[:5])}{more}\n  allowed: {allowed}{to_do}"
-        )
+        return InvalidInputError(problem(self.path, what, given, allowed, to_do, "LoRA file"))
 
 
 def read_file(source: Any, limits: LoadLimits) -> LoRAFile:
-    """Read a file, the one file of a folder, or tensors in memory, by name.
+    """Read a LoRA file.
+
+    Args:
+        source: a path of a file or of a folder with one LoRA file, or tensors by name.
+        limits: limits of the file's size and cost.
 
     Raises:
-        InvalidInputError: nothing like it, several files, a damaged file, values that are not
-            finite, or beyond a limit.
+        InvalidInputError: there is no such file, the folder has none or several, the file is
+            damaged or exceeds a limit, or a value is not finite.
     """
     if isinstance(source, Mapping):
         path = Path("<state_dict in memory>")
         if not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in source.items()):
             raise InvalidInputError(
-                f"a state_dict holds something else than tensors by name\n  given: {shown(source)}"
+                f"a state_dict maps names to something else than tensors\n  given: {shown(source)}"
             )
         file = LoRAFile(path, {name: source[name] for name in sorted(source)}, None)
     else:
-        path = _file_in(as_path(source, "the file of a LoRA"))
+        path = _file_in(as_path(source, "the LoRA file"))
         with torch.device("cpu"):  # whatever the caller's default device is
             file = _read(path, limits)
     if not file.tensors:
         file.refuse("there are no tensors", "none", "at least one module with LoRA")
     for name, tensor in file.tensors.items():
-        if not name.endswith(".alpha"):  # a number, which may be an int
+        if not name.endswith(".alpha"):  # alphas may be integers
             check_dtype(file.error, name, tensor)
         check_finite(file.error, name, tensor.reshape(-1) if tensor.ndim < 2 else tensor)
     return file
@@ -92,27 +87,27 @@ def _read(path: Path, limits: LoadLimits) -> LoRAFile:
         metadata = ""
     if metadata is not None and not isinstance(metadata, dict):
         raise InvalidInputError(
-            f"the metadata of a LoRA is not readable\n  file: {path}\n"
+            f"the metadata of a LoRA file cannot be read\n  file: {path}\n"
             f"  given: {shown(words[METADATA_KEY])}\n  allowed: a JSON object in {METADATA_KEY}"
         )
     return LoRAFile(path, tensors, metadata)
 
 
 def _file_in(path: Path) -> Path:
-    """Return the file that a path means."""
+    """Return the LoRA file at a path: the file itself, or the one in a folder."""
     kind = kind_of(path)
     if kind == "a file":
         if path.suffix not in (".safetensors", *_PICKLES):
             raise InvalidInputError(
-                f"the file of a LoRA has an unknown kind\n  given: {path}\n"
+                f"the LoRA file has an unknown suffix\n  given: {path}\n"
                 f"  allowed: .safetensors, {', '.join(_PICKLES)}"
             )
         return path
     if kind != "a folder":
         raise InvalidInputError(
-            f"no file of a LoRA\n  given: {path}, {kind or 'which does not exist'}\n"
+            f"no LoRA file\n  given: {path}, {kind or 'which does not exist'}\n"
             f"  allowed: a file, or a folder with one\n"
-            f"  to do: download what is on the Hugging Face hub: `hf download NAME`"
+            f"  to do: download a LoRA of the Hugging Face hub: `hf download NAME`"
         )
     names = names_in(path)
     own = [name for name in _OWN_NAMES if name in names]

@@ -26,47 +26,42 @@ from lora_backends.diffusers.files import read_file
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean, shown
 from lora_backends.hf.calls.entries import Entry, adapter_names, is_per_token
 from lora_backends.hf.calls.running import running
-from lora_backends.hf.layout.base_checks import (
-    check_adapter_dtype,
-    check_options,
-    dtype_and_device,
-)
+from lora_backends.hf.layout.base_checks import backend_for, dtype_and_device
 from lora_backends.hf.words import without_base
-from lora_backends.selection.choice import get_backend
 
 
 class MultiLoRAPipeline:
     """Every image of a batch uses its own LoRA adapter, a blend of several, or none.
 
-    Each image is what diffusers computes with `load_lora_weights` and `set_adapters` of that
-    image's adapters alone, within rounding. The pipeline is changed in place: its denoiser and text
-    encoders get forward hooks, which `detach` removes. The pipeline itself, called without this
-    wrapper, computes without adapters; called in a callback of a call, it would get those of the
-    call.
+    Each image equals, within rounding, the one that diffusers makes after `load_lora_weights` and
+    `set_adapters` of that image's adapters alone. The pipeline is changed in place: its denoiser
+    and text encoders get forward hooks, which `detach` removes. A call of the pipeline itself
+    computes without adapters, unless a callback makes it during a call of this wrapper.
 
         model = MultiLoRAPipeline(pipe, max_adapters=8, max_rank=64)
         model.load_adapter("anime", "anime.safetensors")
         model(prompt=["a cat", "a dog"], adapters=["anime", None], num_inference_steps=20).images
 
-    The constructor runs the denoiser and the text encoders on a few small inputs, to find out how
-    each module's input holds the rows. A module for which that is not known, or that is given other
-    rows later, is refused by name, unless all images use the same adapters there.
+    The constructor runs the denoiser and the text encoders on a few small inputs, to find the axis
+    of each module's input that holds the rows. If images use different adapters at a module whose
+    rows were not found, or that gets another number of rows, the call is refused by name.
 
     Args:
         pipe: a pipeline of Stable Diffusion, SDXL, Stable Diffusion 3, Flux or Qwen-Image: from
-            text, from an image, or of a part of an image.
+            text, from an image (Img2Img), or inpainting.
         backend: a backend's name, "auto", a `LoRABackend`, or None for the environment's choice.
-        max_adapters: adapters that may be loaded at a time.
+        max_adapters: the most adapters that may be loaded at a time.
         max_rank: the largest rank of an adapter.
         backend_options: the backend's own options.
-        limits: of the size and cost of an adapter's file; None takes the defaults.
+        limits: limits of the size and cost of an adapter's file; None takes the defaults.
         adapter_dtype: "int8", "float8_e4m3fn" or "float8_e5m2": adapters are quantised to it. None
             keeps each component's dtype.
 
     Raises:
         InvalidInputError: `pipe` is no pipeline, or an option is out of range.
-        UnsupportedInputError: a pipeline whose rows are not known here; compiled, offloaded, with
-            adapters of PEFT, with caching, or spread over devices.
+        UnsupportedInputError: the order of rows is not known for this class of pipeline, or a
+            component is compiled, offloaded or spread over devices, has hooks of diffusers such
+            as caching, fused projections or adapters of PEFT.
         BackendUnavailableError: the backend does not run on the pipeline's device.
     """
 
@@ -82,25 +77,17 @@ class MultiLoRAPipeline:
     ) -> None:
         # All checks run before the first hook.
         self._family = family = family_of(pipe)
-        check_options(backend_options, None)
         bases = {name: getattr(pipe, name) for name in (family.denoiser, *family.encoders)}
         bases = {name: base for name, base in bases.items() if isinstance(base, nn.Module)}
         for name, base in bases.items():
             check_component(name, base)
         dtype, device = dtype_and_device(bases[family.denoiser])
-        if not isinstance(backend, LoRABackend):
-            backend = get_backend(backend, device=device, **(backend_options or {}))
-        elif backend_options:
-            raise InvalidInputError(
-                f"backend_options {dict(backend_options)} for a backend that is made already\n"
-                f"  to do: give its name with the options, or the backend without"
-            )
-        check_adapter_dtype(backend, adapter_dtype, dtype)
+        backend = backend_for(backend, backend_options, device, dtype, adapter_dtype)
         self.pipe, self.backend = pipe, backend
         self._room = Room(max_adapters, max_rank, LoadLimits.of(limits), adapter_dtype)
         self._signature = inspect.signature(type(pipe).__call__)
         self._lock = RLock()  # guards _adapters
-        self._adapters: dict[str, tuple[str, ...]] = {}  # name to the components it touches
+        self._adapters: dict[str, tuple[str, ...]] = {}  # names of the components it adapts
         self._components: dict[str, Component] = {}
         for name, base in bases.items():
             is_denoiser = name == family.denoiser
@@ -110,7 +97,7 @@ class MultiLoRAPipeline:
         try:
             for component in self._components.values():
                 component.open(self._room)
-        except BaseException:  # no memory for instance; hooks must not stay
+        except BaseException:  # for instance out of memory: no hook may stay
             for component in self._components.values():
                 component.wrapped.hooked.remove()
             raise
@@ -124,29 +111,30 @@ class MultiLoRAPipeline:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the loaded adapters, in the order of loading."""
+        """Names of the loaded adapters, in order of loading."""
         return list(self._adapters)
 
     def load_adapter(self, name: str, source: str | Path | Mapping[str, torch.Tensor]) -> list[str]:
         """Load a LoRA under a name.
 
-        Each module gets the alpha that the file has for it. Diffusers may apply the commonest alpha
-        of a component to all of its modules, where kohya's files have several.
+        Each module gets the file's alpha for that module. Where kohya's files have several alphas,
+        diffusers may apply the commonest one of a component to all of its modules.
 
         Args:
-            name: that images ask for.
+            name: the adapter's name in calls.
             source: a file in the format of diffusers, kohya, XLabs or BFL; a folder with one such
                 file; a folder of PEFT (adapter_config.json), whose LoRA is the denoiser's; or
                 tensors by the names of such a file.
 
         Returns:
-            The components that it adapts: ["unet", "text_encoder"] for instance.
+            Names of the components that it adapts, for instance ["unet", "text_encoder"].
 
         Raises:
-            InvalidInputError: a file is missing, damaged or does not fit; a part of it that
-                diffusers would drop; the name is taken; or all slots are. Nothing has changed.
-            UnsupportedInputError: a feature that cannot be reproduced exactly, by its name. Nothing
-                has changed.
+            InvalidInputError: the file is missing or damaged, does not fit the pipeline, or has a
+                part that diffusers would drop; or the name or all slots are taken. Nothing has
+                changed.
+            UnsupportedInputError: the adapter has a feature that cannot be reproduced exactly.
+                Nothing has changed.
         """
         check_name(name)
         self._check_new(name)
@@ -157,7 +145,7 @@ class MultiLoRAPipeline:
             component.check_checkpoint(checkpoint)
             staged[component] = component.pool.stage(name, checkpoint)
         with self._lock:
-            self._check_new(name)  # another thread may have loaded it meanwhile
+            self._check_new(name)  # again: another thread may have loaded one meanwhile
             done: list[Component] = []
             try:
                 for component, ready in staged.items():
@@ -174,7 +162,7 @@ class MultiLoRAPipeline:
         """Free the slots of an adapter.
 
         Raises:
-            InvalidInputError: it is not loaded, or in use by a running call.
+            InvalidInputError: it is not loaded, or a running call uses it.
         """
         with self._lock, ExitStack() as locks:
             self._check_loaded([name])
@@ -189,21 +177,23 @@ class MultiLoRAPipeline:
         """Run the pipeline, every image with its own adapters.
 
         Args:
-            args: of the pipeline.
-            adapters: per prompt an adapter's name, a dict of names to strengths,
-                ``{"anime": 0.7, "ink": 0.3}``, or None; `num_images_per_prompt` repeats it.
-                Strengths act on the denoiser and on the text encoders, as in `set_adapters`.
-            kwargs: of the pipeline.
+            args: arguments of the pipeline.
+            adapters: a list with one entry per prompt: an adapter's name, a dict of names to
+                strengths such as ``{"anime": 0.7, "ink": 0.3}``, or None. An entry applies to all
+                `num_images_per_prompt` images. Strengths act on the denoiser and on the text
+                encoders, as in `set_adapters`.
+            kwargs: keyword arguments of the pipeline.
 
         Returns:
-            What the pipeline returns.
+            The pipeline's result.
 
         Raises:
-            InvalidInputError: an unknown name, a strength that is not finite, or not one entry per
-                prompt; a component was changed.
-            UnsupportedInputError: images differ in a module whose rows are not known; inputs such
-                as those of an IP-Adapter; a blend of an adapter that uses DoRA with another; a
-                strength of one with DoRA or a LoRA bias, or that the backend cannot apply.
+            InvalidInputError: a name is not loaded, a strength is not finite, the number of
+                entries is not that of the prompts, or a component was changed.
+            UnsupportedInputError: images have different adapters at a module whose rows are not
+                known, or with an input such as an IP-Adapter's; an adapter with DoRA is blended
+                with another; a strength other than 1 is given to an adapter with DoRA or a LoRA
+                bias, or to a backend that cannot apply it; attention arguments are given.
         """
         given = self._signature.bind(self.pipe, *args, **kwargs)
         given.apply_defaults()
@@ -214,7 +204,7 @@ class MultiLoRAPipeline:
             return self.pipe(*args, **kwargs)
 
     def detach(self) -> Any:
-        """Take every hook off, drop the adapters and return the pipeline as it was.
+        """Remove all hooks and adapters, and return the pipeline as it was.
 
         Raises:
             InvalidInputError: a call is running. Nothing has changed.
@@ -236,11 +226,12 @@ class MultiLoRAPipeline:
 
     @contextmanager
     def _running(self, entries: Sequence[Entry], images: int) -> Iterator[None]:
-        """Let the passes of the components in the block have the adapters of their rows."""
+        """Run the components' passes in the block with these entries, one per prompt."""
         names = adapter_names(entries)
         with ExitStack() as stack:
             calls: dict[str, ComponentCall] = {}
-            # To the last slot: an adapter that is loaded anew meanwhile may touch other components.
+            # Locked until all slots are taken: an adapter that is unloaded and loaded again in
+            # between may adapt other components.
             with self._lock:
                 self._check_loaded(sorted(names))
                 for part, component in self._components.items():
@@ -258,10 +249,10 @@ class MultiLoRAPipeline:
             yield
 
     def _checkpoints(self, source: Any) -> dict[str, Any]:
-        """Return the checkpoint of each component in a source."""
+        """Return the checkpoint of each component that a source adapts."""
         family, room = self._family, self._room
         if not isinstance(source, Mapping):
-            path = as_path(source, "the file of a LoRA")
+            path = as_path(source, "the LoRA file")
             if kind_of(path / CONFIG_FILE) is not None:
                 pool = self._components[family.denoiser].pool
                 return {family.denoiser: pool.read(path)}
@@ -304,14 +295,14 @@ class MultiLoRAPipeline:
 
 
 def _of_component(entry: Entry, held: set[str]) -> Entry:
-    """Return the part of an entry that a component has LoRA of."""
+    """Return an entry without the adapters that a component does not hold."""
     if isinstance(entry, Mapping):
         return {name: strength for name, strength in entry.items() if name in held} or None
     return entry if entry in held else None
 
 
 def _counts(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many prompts a call of a pipeline has, and how many images per prompt."""
+    """Return the number of prompts of a call, and the number of images per prompt."""
     prompt, embeds = arguments.get("prompt"), arguments.get("prompt_embeds")
     if isinstance(prompt, str):
         prompts = 1
@@ -324,11 +315,8 @@ def _counts(arguments: Mapping[str, Any]) -> tuple[int, int]:
             f"no prompts\n  given: prompt {shown(prompt)}\n  allowed: prompt, or prompt_embeds"
         )
     images = arguments.get("num_images_per_prompt")
-    if (
-        isinstance(images, bool)
-        or not isinstance(images, int | None)
-        or (images is not None and images < 1)
-    ):
+    is_count = isinstance(images, int) and not isinstance(images, bool) and images >= 1
+    if not (images is None or is_count):
         raise InvalidInputError(
             f"num_images_per_prompt is {shown(images)}\n  allowed: an int, 1 or more"
         )
@@ -339,19 +327,19 @@ _ATTENTION_WORDS = ("cross_attention_kwargs", "joint_attention_kwargs", "attenti
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that diffusers reads for its own adapters."""
+    """Refuse arguments by which diffusers scales its own adapters."""
     for name in _ATTENTION_WORDS:
         if arguments.get(name):
             raise UnsupportedInputError(
-                f"{name} may hold a scale of diffusers' own LoRA, or inputs whose rows are not "
-                f"known\n  given: {shown(arguments[name])}\n"
+                f"{name} may hold a scale for diffusers' own LoRA, or inputs whose order of rows "
+                f"is not known\n  given: {shown(arguments[name])}\n"
                 f'  to do: give strengths in adapters=[{{"name": 0.7}}]'
             )
 
 
 def _entries(adapters: Any, prompts: int) -> list[Entry]:
     """Return one checked entry for each prompt."""
-    adapter_names(adapters)  # refuses what is no list of entries
+    adapter_names(adapters)  # checks each entry
     if len(adapters) != prompts:
         raise InvalidInputError(
             f"adapters has {len(adapters)} entries for {prompts} prompts\n"

@@ -1,7 +1,7 @@
-"""Trial inputs of denoisers, which show where their modules have the rows of a batch.
+"""Trial passes of denoisers, which show on which axis a module's input has the rows of a batch.
 
 Rows differ in every input that a pipeline gives per image: latents, text, pooled text, timestep,
-guidance and sizes. See `lora_backends.hf.layout.probe`.
+guidance and sizes. `lora_backends.hf.layout.probe` explains the method.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ TEXT = 5
 """Tokens of text per row."""
 
 TIME_IDS = 6
-"""SDXL's sizes of an image: original, crop and target, of height and width each."""
+"""SDXL's time_ids: original size, crop offset and target size, each as height and width."""
 
 LETTERS = ("a", "b", "ac", "d")
+"""Names of the rows, as in `lora_backends.hf.layout.trial`."""
 
 
 @dataclass(frozen=True)
 class DenoiserTrial(Trial):
-    """One pass of a denoiser. An input named "words.name" is the entry of a dict `words`."""
+    """One pass of a denoiser. The input "outer.inner" is the entry `inner` of a dict `outer`."""
 
-    lists: Mapping[str, Any]  # of inputs that are a list with one value for each row
+    lists: Mapping[str, Any]  # the element per row, of inputs that are lists
 
     def prompt(self, rows: Sequence[str]) -> dict[str, Any]:
         """Return the inputs of the pass."""
@@ -44,10 +45,10 @@ class DenoiserTrial(Trial):
         return inputs
 
     def step(self, rows: Sequence[str], output: Any) -> None:
-        """Return nothing: no later pass continues the first."""
+        """Return None: a denoiser has no cache, so no pass continues another."""
 
     def untried(self, inputs: Mapping[str, Any]) -> str | None:
-        """Return the name of the first given input that the trial did not give, or None."""
+        """Return the name of the first input that the trial pass did not have, or None."""
         tried = {*self.values, *self.flags, *self.lists}
         for name, value in inputs.items():
             entries = value if isinstance(value, Mapping) else {"": value}
@@ -62,7 +63,7 @@ def unet_trial(denoiser: nn.Module) -> DenoiserTrial:
     """Return the trial of a `UNet2DConditionModel` (Stable Diffusion, SDXL).
 
     Raises:
-        UnsupportedInputError: it takes inputs besides those of text-to-image pipelines.
+        UnsupportedInputError: the UNet takes inputs that text-to-image pipelines do not give.
     """
     config = _config(denoiser)
     _refuse_options(
@@ -75,8 +76,8 @@ def unet_trial(denoiser: nn.Module) -> DenoiserTrial:
     width = config.cross_attention_dim
     if not isinstance(width, int):
         raise UnsupportedInputError(
-            f"the UNet has several widths of text\n  given: cross_attention_dim {shown(width)}\n"
-            f"  allowed: one"
+            f"the UNet has several widths of text embeddings\n"
+            f"  given: cross_attention_dim {shown(width)}\n  allowed: one int"
         )
     side = 2 ** len(config.down_block_types)
     shapes = {
@@ -89,7 +90,7 @@ def unet_trial(denoiser: nn.Module) -> DenoiserTrial:
         pooled = config.projection_class_embeddings_input_dim - sizes
         if pooled < 1:
             raise UnsupportedInputError(
-                f"the UNet takes fewer sizes of an image than SDXL's\n"
+                f"the UNet has no room for SDXL's {TIME_IDS} time_ids and a text embedding\n"
                 f"  given: projection_class_embeddings_input_dim {pooled + sizes}\n"
                 f"  allowed: more than {sizes}"
             )
@@ -119,7 +120,7 @@ def flux_trial(denoiser: nn.Module) -> DenoiserTrial:
 def qwen_image_trial(denoiser: nn.Module) -> DenoiserTrial:
     """Return the trial of a `QwenImageTransformer2DModel`."""
     config = _config(denoiser)
-    # These double the rows of some inputs, or layers have none of theirs.
+    # With these, some inputs have twice the rows, or layers see rows of their own.
     _refuse_options(
         denoiser, zero_cond_t=False, use_additional_t_cond=False, use_layer3d_rope=False
     )
@@ -154,7 +155,7 @@ TRIALS: Mapping[str, Callable[[nn.Module], DenoiserTrial]] = {
     "QwenImageTransformer2DModel": qwen_image_trial,
     "SD3Transformer2DModel": sd3_trial,
 }
-"""By class of diffusers."""
+"""Makers of trial passes, by class name of the denoiser."""
 
 
 def _config(denoiser: nn.Module) -> Any:
@@ -162,13 +163,13 @@ def _config(denoiser: nn.Module) -> Any:
 
 
 def _refuse_options(denoiser: nn.Module, **allowed: Any) -> None:
-    """Refuse a configuration whose inputs or rows are others than the trial's."""
+    """Refuse a configuration under which inputs or their rows differ from the trial's."""
     for name, value in allowed.items():
         given = _config(denoiser).get(name)
         choices = value if isinstance(value, tuple) else (value,)
         if given not in choices and (given or None) not in choices:
             raise UnsupportedInputError(
-                f"{type(denoiser).__name__} takes inputs whose rows are not known here\n"
+                f"{type(denoiser).__name__} takes inputs whose order of rows is not known\n"
                 f"  given: {name} = {shown(given)}\n"
                 f"  allowed: {' or '.join(map(str, choices))}"
             )
@@ -185,13 +186,13 @@ def _trial(
     flags: Mapping[str, Any] | None = None,
     lists: Mapping[str, Any] | None = None,
 ) -> DenoiserTrial:
-    """Return a trial with random values of these shapes per row."""
+    """Return a trial with random values, of these shapes per row."""
     like: Any = next(p for p in denoiser.parameters() if p.is_floating_point())
     dtype = getattr(denoiser, "dtype", like.dtype)
     generator = torch.Generator("cpu").manual_seed(0)
 
     def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        # A timestep and sizes are read by sines and cosines of them: differences of about 1.
+        # The UNet takes sines and cosines of them, so rows must differ by 1 and more.
         wide = name.endswith(("timestep", "time_ids"))
         values = torch.randn(shape, generator=generator, device="cpu")
         values = values.abs() * 100 if wide and "sample" in shapes else values

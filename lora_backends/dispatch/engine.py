@@ -27,11 +27,13 @@ class Engine(Handled):
     """Operations whose calls the class stores on its plans."""
 
     def prepare_together(self, batch: Any, out: Any, capacity: int | None) -> Any:
-        """Return what `add_together` needs of a batch of several adapters per token, or None.
+        """Return the data of a batch of several adapters per token for `add_together`, or None.
+
+        None: each adapter has a pass of its own.
 
         Args:
             batch: a `LoRABatch` with at most as many adapters per token as that of `out`.
-            out: an earlier result of this engine, to be refilled in place; None: make a new one.
+            out: an earlier result of this engine, refilled in place and returned; None: a new one.
             capacity: as in `prepare_batch`.
         """
         return None
@@ -39,10 +41,12 @@ class Engine(Handled):
     def add_together(
         self, operation: str, x: torch.Tensor, weights: Any, joint: Any, y: torch.Tensor
     ) -> Any:
-        """Add all adapters of each token to y in one pass, rounded once; arguments are checked.
+        """Add all adapters of each token to y in one pass, rounded once.
 
-        `joint` is a result of `prepare_together`. Return False, with nothing written, if the call
-        needs one pass for each adapter; else True, or a `CachedCall` that repeats it and takes
-        `joint` as the plan.
+        The arguments are checked; `joint` is a result of `prepare_together`.
+
+        Returns:
+            False, with nothing written, if the call needs a pass for each adapter; else True, or a
+            `CachedCall` that repeats it and takes `joint` as the plan.
         """
         return False

@@ -1,4 +1,4 @@
-"""Several adapters per token: one pass where the engine has one, else a call for each adapter.
+"""Several adapters per token: one pass if the engine offers it, else a call for each adapter.
 
 The deltas of a token's adapters add up in float32 and are rounded once. For n adapters per token
 and a 16-bit y [tokens, out]:
@@ -7,9 +7,9 @@ and a 16-bit y [tokens, out]:
     a call for each   n         n, n + 1            n + 1, of them n float32, in a copy
     one pass          1         1 to n, 1           1
 
-A, B and h are read once for each tile of tokens and adapter in it, either way. An engine offers a
-pass by `prepare_together` and `add_together`. The plans of single adapters are made in any case:
-gradients and experts use them.
+Either way, A, B and h are read once for each tile of tokens and each adapter in it. An engine
+offers one pass by `prepare_together` and `add_together`. The plans of single adapters are made in
+any case, because gradients and experts use them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(eq=False)
 class ManyAdaptersPlan(LoRAPlan):
-    """The plan of a batch whose tokens have several adapters; it keeps calls of one pass."""
+    """The plan of a batch whose tokens have several adapters; it caches the calls in one pass."""
 
     plans: tuple[Any, ...]  # of the backend; plan j has the j-th adapter of every token
-    joint: Any = None  # what `prepare_together` of the backend returned
+    joint: Any = None  # the result of `prepare_together` of the backend
     call_cache: CallCache = field(default_factory=CallCache, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -52,12 +52,13 @@ class ManyAdaptersPlan(LoRAPlan):
 class SortedTokens(NamedTuple):
     """The tokens of a batch that have adapters, ordered by their adapters, ascending.
 
-    The adapters of token i stand first in row i, ascending. A slot that a token has twice is two.
+    Row i has the slots of tokens[i], ascending, then places without a slot. A slot that a token has
+    twice comes twice.
     """
 
-    tokens: Ints  # [active] the token
-    slots: Ints  # [active, n] its slots, then num_slots where it has fewer
-    repeats: Ints  # [active, n] how often the slot stands before in the row
+    tokens: Ints  # [active]
+    slots: Ints  # [active, n] num_slots where there is none
+    repeats: Ints  # [active, n] how often the slot comes earlier in the row
     live: npt.NDArray[np.bool_]  # [active, n] whether there is a slot
     scales: npt.NDArray[np.float32] | None  # [active, n]; None: all are 1
 

@@ -227,7 +227,7 @@ def _add_each(
     plan: ManyAdaptersPlan,
     base_output: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Add all adapters of the tokens to y; `call` is the method, which checks."""
+    """Add all adapters of the tokens to y; `call` is the method, which checks its arguments."""
     if operation.input is Input.H:
         refuse(operation.name, plan)
     y = base_output

@@ -26,9 +26,9 @@ from lora_backends.hf.calls.split import accepted, run_split
 from lora_backends.hf.generating.checks import check_generate
 from lora_backends.hf.hooks.linear import rows_and_length
 from lora_backends.hf.layout.base_checks import (
-    check_adapter_dtype,
+    backend_for,
     check_base,
-    check_options,
+    check_fuse,
     dtype_and_device,
 )
 from lora_backends.hf.layout.layout import UnknownRowsError, commonest
@@ -44,7 +44,6 @@ from lora_backends.hf.training.methods import ModelTraining
 from lora_backends.hf.training.request import TrainingCall
 from lora_backends.hf.words import ModelWords, OneAdapter, chosen_adapters
 from lora_backends.hf.wrapped import WrappedModel
-from lora_backends.selection.choice import get_backend
 
 if TYPE_CHECKING:
     from lora_backends.adapters.pool.store import AdapterStore
@@ -112,20 +111,12 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
     ) -> None:
         # All checks run before the base model is hooked.
         check_base(base)
-        check_options(backend_options, fuse)
+        check_fuse(fuse)
         self.base = base
         dtype, device = dtype_and_device(base)
-        if not isinstance(backend, LoRABackend):
-            backend = get_backend(backend, device=device, **(backend_options or {}))
-        elif backend_options:
-            raise InvalidInputError(
-                f"backend_options {dict(backend_options)} for a backend that is made already\n"
-                f"  to do: give its name with the options, or the backend without"
-            )
-        self.backend = backend
-        check_adapter_dtype(backend, adapter_dtype, dtype)
+        self.backend = backend_for(backend, backend_options, device, dtype, adapter_dtype)
         fuse = device.type != "cpu" if fuse is None else fuse
-        self._wrapped = WrappedModel(base, backend, dtype, device, fuse)
+        self._wrapped = WrappedModel(base, self.backend, dtype, device, fuse)
         self.store: AdapterStore | None = None
         """Adapters without a slot, after `keep_adapters`."""
         self.pool = self._wrapped.open(

@@ -40,8 +40,8 @@ class WrappedModel:
         dtype: of the adapters.
         device: of the model.
         fuse: whether modules with one input are joined.
-        trial: inputs of a model that is none of Transformers, such as a denoiser of images; its
-            convolutions may be adapted, too.
+        trial: inputs for a model outside Transformers, such as a denoiser of images, whose
+            convolutions are adapted, too; None: a model of Transformers.
     """
 
     pool: AdapterPool  # set by `open`

@@ -1,7 +1,7 @@
-"""Several adapters per token: the kernels of single adapters over pairs of token and adapter.
+"""Several adapters per token: kernels of single adapters, run over (token, adapter) pairs.
 
-The shrink gathers rows of x by pair and writes a row of h for each. The expand adds all pairs of a
-block of tokens to its rows of y at once (`kernels.blend`), so y is read and stored once.
+The shrink gathers the row of x of each pair and writes a row of h for it. The expand adds all pairs
+of a block of tokens to the block's rows of y (`kernels.blend`), so y is read and stored once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PACK_BLOCKS, _PACK_Y = struct.Struct("4q").pack, struct.Struct("3q").pack  # of
 
 
 class Blend:
-    """The pairs of a batch: by block of tokens, then slot, then token.
+    """The pairs of a batch, sorted by block of tokens, then slot, then token.
 
-    Tokens with equal adapters lie together, and blocks are MAX_SEGMENT of them. Slots [[0, 2],
-    [2, -1], [0, 2]] make one block of the tokens [0, 2, 1]; the pairs' rows of x are [0, 2] for
-    slot 0 and [0, 2, 1] for slot 2. A slot that a token has twice has a segment for each.
+    Tokens with equal adapters lie together; a block is MAX_SEGMENT tokens. Slots [[0, 2], [2, -1],
+    [0, 2]] make one block of the tokens [0, 2, 1]; the pairs' rows of x are [0, 2] for slot 0 and
+    [0, 2, 1] for slot 2. If a token has a slot twice, its two pairs lie in two segments.
     """
 
-    halves_match = False  # the kernels of both halves share out the work by themselves
+    halves_match = False  # each kernel divides its work among threads in its own way
 
     def __init__(self, batch: LoRABatch) -> None:
         self.refill(batch)
@@ -87,7 +87,7 @@ class Blend:
 
 
 def _pieces(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
-    """Cut segments just long enough to be long, of which blends make many, into short ones.
+    """Cut segments of LONG_SEGMENT pairs or more, but fewer than BLEND_LONG, into pieces.
 
     >>> _pieces(np.array([0, 20]), np.array([20, 24]))[0].tolist()
     [0, 7, 14, 20]
@@ -108,8 +108,8 @@ class BlendedRun:
     shrink: launch.Bound
     expand: launch.Kernel
     fields: bytes  # of the expand's `KernelCall`, before those of a `Work`
-    y_fields: tuple[int, int]  # the last of `Blocks`
-    needs: int  # of the batch
+    y_fields: tuple[int, int]  # y_row and y_dtype of `Blocks`
+    needs: int  # of the batch's segments
 
     @classmethod
     def of(
@@ -123,7 +123,7 @@ class BlendedRun:
         return cls(shrink, expand, fields, (launch.row_of(y), DTYPE_CODES[y.dtype]), blend.needs)
 
     def run(self, x: torch.Tensor, weights: Any, blend: Blend, y: torch.Tensor) -> bool:
-        """Run both kernels; return False, with nothing run, if the batch does not fit."""
+        """Run both kernels; return False, with nothing run, if the batch needs other routines."""
         if not blend.num_segments:
             return True
         if blend.needs != self.needs:
@@ -138,7 +138,7 @@ class BlendedRun:
 
 @cache
 def _kernel(is_eight_bit: bool, dtype: torch.dtype, needs: int) -> launch.Kernel:
-    """Compile the kernel, or load it: its routines add to float32, whatever the dtype of y."""
+    """Compile or load the kernel; its routines add to float32, whatever the dtype of y."""
     wide = torch.float32
     if is_eight_bit:
         return launch.kernel_of(_entry(True), eight_bit_table(wide, wide, needs))

@@ -25,12 +25,13 @@ EXPAND_TILES = 16
 rank 16 to 64, which stays in the second-level cache."""
 
 BLEND_BYTES = 1 << 16
-"""Bytes of y, as float32, that all adapters of a block of tokens meet before the next columns."""
+"""Bytes of a block's rows of y, as float32, to which a thread adds all adapters before it takes the
+next columns."""
 
 BLEND_LONG, BLEND_PIECE = 32, 8
-"""Pairs below which a segment of a blend is cut into pieces, and pairs of a piece at most. On one
-core of an AMD EPYC, a segment of 16 pairs took 1.1 to 1.6 times as long as two of 8, and one of 32
-1.0 to 1.3 times as long as four."""
+"""Segments of LONG_SEGMENT pairs or more, but fewer than BLEND_LONG, are cut into pieces of at most
+BLEND_PIECE; blends have many such. On one core of an AMD EPYC, a segment of 16 pairs took 1.1 to
+1.6 times as long as two of 8, and one of 32 1.0 to 1.3 times as long as four."""
 
 LONG_SEGMENT = 16
 """From this many tokens on a segment is long: weights are widened once, into a scratch buffer, not

@@ -189,7 +189,7 @@ def _start(bound: Bound, job: NumbaPlan | Job, x: int, h: int, h_slice: int, y: 
 
 
 def expand_fields(kernel: Kernel, located: LocatedLayer) -> bytes:
-    """Return the fields of the call of a blend's expand before those of a `Work`."""
+    """Return the fields of a blend's expand `KernelCall` that precede those of a `Work`."""
     openmp = torch_openmp()
     functions = NO_FUNCTIONS if openmp is None else openmp.functions
     rows = 0, 4 * located.max_rank, 0

@@ -1,6 +1,6 @@
-"""How many adapters fit on how many cards, and how long their requests wait: `lora-backends plan`.
+"""`lora-backends plan`: adapters that fit on a card, waits of requests, and cards for a load.
 
-`shapes` asks a model's configuration for bytes, `cards` a card's measurements for times, `traffic`
-draws requests, `simulation` runs them through the pool's own policy, and `fleet` compares numbers
-of slots and cards. The time is virtual: nothing sleeps, and a seed decides every draw.
+`shapes` derives bytes from a model's configuration, `cards` derives times from benchmark results,
+`traffic` draws requests, `simulation` serves them under the adapter pool's own policy, and `fleet`
+compares numbers of slots and of cards. Time is virtual: nothing sleeps. All draws are seeded.
 """

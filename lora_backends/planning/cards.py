@@ -1,52 +1,55 @@
-"""What was measured on a card: its limits, and times of `run_linear` by layer and batch."""
+"""Measurements of a card: its limits, and the time of `run_linear` by layer and batch."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from lora_backends.bench import Cell, read_result
+from lora_backends.bench.schema import check_cells
 from lora_backends.errors import InvalidInputError, did_you_mean
 from lora_backends.planning.shapes import EIGHT_BIT, SCALE_BYTES, Layer, ModelShapes
 
 TABLE = "cards.json"
-LAUNCHES = 2  # of run_linear: one makes h, one makes y
 
 
 class Measured(NamedTuple):
-    """One cell: `run_linear` of a layer with a batch."""
+    """One measurement: `run_linear` of one layer with one batch."""
 
     in_features: int
     out_features: int
     slices: int
     tokens: int
-    adapters: int  # that have a token
+    adapters: int  # with at least one token
     rank: int
-    efficiency: float  # limit over time
+    efficiency: float  # modelled minimum time / measured time
 
     def distance(self, other: Measured) -> float:
-        """Return how unlike two cells are: the sum of squares of the sizes' octaves."""
+        """Return the sum of log2(a / b)^2 over the sizes a and b of two measurements."""
         return sum(math.log2(a / b) ** 2 for a, b in zip(self[:-1], other[:-1], strict=True))
 
 
 @dataclass(frozen=True)
 class Card:
-    """A device, as it was measured.
+    """The measurements of one device.
 
     Args:
-        name: of the device.
-        memory_bytes: of it.
-        copy_bytes_per_s: bytes that a large copy reads and writes in a second.
-        flop_per_s: of large products.
-        launch_s: between two kernels of a CUDA graph.
-        host_s: of the host, for one `run_linear`; hidden behind the device in a CUDA graph.
-        cells: efficiencies of `run_linear`.
-        source: where the numbers come from.
+        name: name of the device.
+        memory_bytes: size of its memory.
+        copy_bytes_per_s: bytes that a large copy reads and writes per second.
+        flop_per_s: rate of a large matrix product.
+        launch_s: time of a near-empty kernel in a CUDA graph; 0 on a CPU.
+        host_s: host time of one `run_linear`, which a CUDA graph removes.
+        cells: measured efficiencies of `run_linear`.
+        source: origin of the numbers, for the notes of a plan.
     """
 
     name: str
@@ -64,58 +67,64 @@ class Card:
         tokens: int,
         adapters: int,
         rank: int,
-        width: int,
-        stored: int | None = None,
+        itemsize: int,
+        eight_bit: bool = False,
     ) -> float:
         """Return the seconds of one `run_linear`.
 
-        The limit is the bytes of `Cell.bytes_moved` over the rate of a copy, and the launches; the
-        nearest measured cell says which part of the limit is reached.
+            (bytes / copy_bytes_per_s + launches * launch_s) / efficiency
+
+        Bytes and launches are those of `bench.Cell`; the efficiency is that of the nearest
+        measurement.
 
         Args:
-            layer: with the widths of x and y.
+            layer: widths of x and y.
             tokens: rows of x.
-            adapters: that have a token.
-            rank: of each.
-            width: bytes of a value of x and y.
-            stored: bytes of a value of A and B; None: `width`. One byte has scales besides.
+            adapters: adapters with at least one token.
+            rank: rank of each adapter.
+            itemsize: bytes per element of x and y.
+            eight_bit: whether A and B have one byte per element and a scale per row; otherwise
+                they have `itemsize` bytes per element.
         """
-        out, slices = sum(layer.output_slices), len(layer.output_slices)
-        stored = stored or width
-        moved = width * tokens * (layer.in_features + 2 * out)
-        moved += stored * adapters * rank * (slices * layer.in_features + out)
-        if stored == 1:
-            moved += SCALE_BYTES * adapters * (slices * rank + out)
-        limit = moved / self.copy_bytes_per_s + LAUNCHES * self.launch_s
-        like = Measured(layer.in_features, out, slices, tokens, adapters, rank, 1.0)
+        cell = Cell("layer", layer.in_features, layer.output_slices, tokens, adapters, rank)
+        active, slices = cell.active_adapters, len(layer.output_slices)
+        moved = cell.bytes_moved(itemsize)
+        if eight_bit:
+            moved += active * (cell.adapter_bytes(1) - cell.adapter_bytes(itemsize))
+            moved += active * SCALE_BYTES * (slices * rank + cell.out_features)
+        limit = moved / self.copy_bytes_per_s + cell.launches * self.launch_s
+        like = Measured(layer.in_features, cell.out_features, slices, tokens, active, rank, 1.0)
         return limit / min(self.cells, key=like.distance).efficiency
 
     def lora_s(self, model: ModelShapes, tokens: int, adapters: int, eager: bool = False) -> float:
-        """Return the seconds that the adapters add to a pass of the model."""
+        """Return the seconds that adapters add to one forward pass of the model.
+
+        Args:
+            model: layers, rank and dtypes.
+            tokens: tokens in the batch.
+            adapters: adapters with at least one token.
+            eager: whether the pass runs without CUDA graphs, so that `host_s` counts per layer.
+        """
         if not tokens or not adapters:
             return 0.0
-        width = 4 if model.dtype == "float32" else 2
-        stored = 1 if model.adapter_dtype in EIGHT_BIT else width
+        itemsize = getattr(torch, model.dtype).itemsize
+        eight_bit = model.adapter_dtype in EIGHT_BIT
+        host_s = self.host_s if eager else 0.0
         return sum(
             layer.count
-            * (
-                self.linear_s(layer, tokens, adapters, model.rank, width, stored)
-                + (self.host_s if eager else 0.0)
-            )
+            * (host_s + self.linear_s(layer, tokens, adapters, model.rank, itemsize, eight_bit))
             for layer in model.layers
         )
 
 
-def card_names() -> list[str]:
-    """Return the cards that the package has measurements of."""
-    return sorted(_cards())
-
-
 def find_card(name: str) -> Card:
-    """Return a card that the package has measurements of.
+    """Return a card of the package's table.
+
+    Args:
+        name: in any case, with or without "NVIDIA".
 
     Raises:
-        InvalidInputError: it has none of this card.
+        InvalidInputError: the table lacks this card.
     """
     cards = _cards()
     wanted = {known.lower().removeprefix("nvidia "): known for known in cards}
@@ -123,32 +132,33 @@ def find_card(name: str) -> Card:
     if key is None:
         raise InvalidInputError(
             f"no card named {name!r}{did_you_mean(name.lower(), wanted)}\n"
-            f"  allowed: {', '.join(cards)}, or a file\n"
+            f"  allowed: {', '.join(cards)}, or a result file of lora-backends bench\n"
             f"  to do: measure your card: lora-backends bench --preset llama3-8b --json > card.json"
         )
     return cards[key]
 
 
 def read_card(path: Path, memory_bytes: int) -> Card:
-    """Return a card from a result of `lora-backends bench` on it.
+    """Return a card from a result file of `lora-backends bench`.
 
     Args:
-        path: of the result.
-        memory_bytes: of the card, which the result does not tell.
+        path: path of the file.
+        memory_bytes: memory of the card, which the file does not state.
 
     Raises:
-        InvalidInputError: no such file, or it has no cell of `run_linear` with a time.
+        InvalidInputError: there is no such file, or it has no time of `run_linear`.
     """
-    from lora_backends.bench.results import read_result
-    from lora_backends.bench.schema import check_cells
-
     result = read_result(path)
     check_cells(result, path)
     return card_of(result, memory_bytes, str(path))
 
 
 def card_of(result: Mapping[str, Any], memory_bytes: int, source: str) -> Card:
-    """Return a card from the cells of a result; of several contenders, the fastest of each cell."""
+    """Return a card from a benchmark result, with the fastest contender of each cell.
+
+    Raises:
+        InvalidInputError: the result has no time of `run_linear`.
+    """
     cells = []
     for row in result["rows"]:
         found = [t["efficiency"] for t in row["results"].values() if "efficiency" in t]
@@ -174,7 +184,7 @@ def card_of(result: Mapping[str, Any], memory_bytes: int, source: str) -> Card:
 
 
 def table_of(cards: Iterable[Card]) -> str:
-    """Return the package's table of cards as JSON, a cell a line."""
+    """Return the package's table of cards as JSON, with one cell per line."""
     entries = []
     for card in cards:
         head = {k: v for k, v in vars(card).items() if k != "cells"}
@@ -191,8 +201,3 @@ def _cards() -> dict[str, Card]:
         cells = tuple(Measured(*cell) for cell in entry["cells"])
         cards[entry["name"]] = Card(**{**entry, "cells": cells})
     return cards
-
-
-def with_memory(card: Card, gigabytes: float | None) -> Card:
-    """Return a card of another size of memory, in 1e9 bytes; None leaves it."""
-    return card if gigabytes is None else replace(card, memory_bytes=int(1e9 * gigabytes))

@@ -1,48 +1,49 @@
-"""The plan: bytes, slots that fit, times of a step, and what becomes of the traffic on n cards."""
+"""The plan: memory, slots that fit, step times, and how many cards carry the load."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.planning.cards import Card
 from lora_backends.planning.checks import check_number, check_whole
 from lora_backends.planning.shapes import ModelShapes
-from lora_backends.planning.simulation import Outcome, Times, simulate
+from lora_backends.planning.simulation import Outcome, Simulation, Times
 from lora_backends.planning.traffic import Traffic
 
 Routing = Literal["by adapter", "any card"]
 ROUTINGS: tuple[Routing, ...] = ("by adapter", "any card")
 MOST_CARDS = 64
 STRIDE = 32
-"""Prompts take the time of the next multiple of so many tokens, so that few lengths are priced."""
+"""Prompt lengths are rounded up to a multiple of this, so that few prompt times are computed."""
 THRASHES = 0.1
-"""Share of the time that copies into slots may hold the batch before slots are called too few."""
+"""The fleet thrashes where copies into slots block the batch for a larger share of the time."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """What a card serves with, and what counts as good enough.
+    """The serving options of every card, and the longest acceptable wait.
 
     Args:
-        rows: the most in a batch.
-        slots: of the pool; None: as many as fit.
-        cpu_bytes: of the adapters in memory, as in `keep_adapters`; None: all of them.
-        spare: share of the card's memory that is left to activations and the engine.
-        max_wait_s: that 95% of the requests may wait before their first step.
-        base_step_s: of the base model's decode step with `rows` rows; None: the bytes of its
-            weights and cache over the rate of a copy, which no engine reaches.
-        prompt_tokens_per_s: of the base model; None: its flop over the rate of large products.
-        load_bytes_per_s: from memory into a slot.
-        disk_bytes_per_s: of reading adapters.
-        eager: no CUDA graph hides the host's time.
+        rows: the most rows in a batch.
+        slots: slots of the pool; None: as many as fit.
+        cpu_bytes: host memory for adapters, as in `keep_adapters`; None: enough for all.
+        spare: share of the card's memory left to activations and the engine.
+        max_wait_s: bound on the 95th percentile of the wait before a request's first step.
+        base_step_s: decode step of the base model with `rows` rows; None: the bytes of weights
+            and cache divided by the card's copy rate, a lower bound.
+        prompt_tokens_per_s: prefill rate of the base model; None: the rate of a large matrix
+            product divided by 2 flop per parameter, an upper bound.
+        load_bytes_per_s: rate of copies from host memory into a slot.
+        disk_bytes_per_s: rate of reading adapters from disk.
+        eager: whether the engine runs without CUDA graphs, so that host time counts.
 
     Raises:
-        InvalidInputError: a number that is too small or too large.
+        InvalidInputError: a number is out of range.
     """
 
     rows: int = 64
@@ -72,23 +73,23 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer; seconds and bytes."""
+    """A plan, in seconds and bytes."""
 
     model: ModelShapes
     card: str
     slots_that_fit: int
-    slots: int  # that the plan takes
+    slots: int  # that the plan uses
     cache_bytes: int  # of `rows` requests of mean length
-    base_step_s: float
-    lora_step_s: float  # that the adapters add, at the mean number of rows and adapters
-    by_slots: tuple[Outcome, ...]  # one card, all of its share of the traffic
-    cards: dict[str, int | None]  # by routing; None: more than 64
-    cards_outcome: dict[str, Outcome | None]
-    thrashes_below: int | None  # the least slots that do not thrash; None: all of these do
+    base_step_s: float  # at the mean number of rows
+    lora_step_s: float  # added by the adapters, at the mean numbers of rows and adapters
+    by_slots: tuple[Outcome, ...]  # one card with its share of the traffic, by number of slots
+    cards: dict[str, int | None]  # the fewest that keep up, by routing; None: more than 64
+    cards_outcome: dict[str, Outcome | None]  # with that number of cards, by routing
+    thrashes_below: int | None  # fewest of `by_slots` with few copies and short waits; None: none
     notes: tuple[str, ...]
 
     def describe(self) -> dict[str, Any]:
-        """Return the plan as JSON's values."""
+        """Return the plan as values for JSON, without the traces."""
         plan = asdict(self)
         outcomes = [*plan["by_slots"], *filter(None, plan["cards_outcome"].values())]
         for outcome in outcomes:
@@ -99,48 +100,55 @@ class Plan:
 def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) -> Plan:
     """Plan a fleet.
 
-    Returns:
-        The plan. Outcomes `by_slots` are those of one card of the fewest that keep up by adapter
-        (of one card, if none do), so that slots are what differs.
+    The simulations for `by_slots` all use the fewest cards that keep up with requests routed by
+    adapter, or one card if no number of cards does.
+
+    Args:
+        model: sizes of the base model and of an adapter.
+        traffic: load of the whole fleet.
+        card: measurements of one card.
+        fleet: serving options of every card.
 
     Raises:
-        InvalidInputError: not one slot fits beside the base model and the cache.
+        InvalidInputError: no slot fits beside the base model and the cache, or fewer than
+            `fleet.slots` do.
     """
     notes = [*model.notes, f"times of run_linear: {card.source}"]
     tokens = traffic.prompt_tokens + traffic.output_tokens
     if model.cache_bytes_per_token is None:
-        notes.append("the cache counts nothing")
+        notes.append("the cache counts as 0 bytes")
     per_token = model.cache_bytes_per_token or 0.0
-    cache = math.ceil(fleet.rows * tokens * per_token)
-    room = card.memory_bytes * (1 - fleet.spare) - model.base_bytes - cache
-    fit = int(room // model.slot_bytes)
+    cache_bytes = math.ceil(fleet.rows * tokens * per_token)
+    free = card.memory_bytes * (1 - fleet.spare) - model.base_bytes - cache_bytes
+    fit = int(free // model.slot_bytes)
     if fit < 1:
         raise InvalidInputError(
             f"no slot fits on {card.name}\n"
-            f"  given: {_gb(card.memory_bytes)} of memory, {fleet.spare:.0%} of it left to others; "
-            f"{_gb(model.base_bytes)} of weights, {_gb(cache)} of cache, "
+            f"  given: {_gb(card.memory_bytes)} of memory, {fleet.spare:.0%} of it spare; "
+            f"{_gb(model.base_bytes)} of weights, {_gb(cache_bytes)} of cache, "
             f"{_gb(model.slot_bytes)} for a slot\n"
-            f"  to do: fewer rows, shorter requests, a lower max_rank, 8 bits, or a larger card"
+            f"  to do: use fewer rows, shorter requests, a lower max_rank, 8-bit adapters or a "
+            f"larger card"
         )
     slots = min(fleet.slots or fit, traffic.adapters)
     if slots > fit:
         raise InvalidInputError(f"{slots} slots do not fit on {card.name}\n  allowed: {fit}")
     times = _times(model, card, fleet, int(tokens * per_token))
     if fleet.base_step_s is None:
-        notes.append(
-            "the base model's step is its bytes at the rate of a copy: engines take longer"
-        )
+        notes.append("the base model's step is a lower bound: its bytes divided by the copy rate")
     if fleet.prompt_tokens_per_s is None:
-        notes.append("prompts run at the rate of large products: engines take longer")
+        notes.append(
+            "the time of a prompt is a lower bound: its flop divided by the rate of a large product"
+        )
     notes.append(
-        f"taken as given: {_gb(fleet.load_bytes_per_s)}/s into a slot, "
-        f"{_gb(fleet.disk_bytes_per_s)}/s from a disk"
+        f"assumed: {_gb(fleet.load_bytes_per_s)}/s into a slot, "
+        f"{_gb(fleet.disk_bytes_per_s)}/s from disk"
     )
     memory = traffic.adapters * model.file_bytes if fleet.cpu_bytes is None else fleet.cpu_bytes
 
     def run(routing: Routing, cards: int, with_slots: int = slots) -> Outcome:
         only, share = traffic.divided(cards) if routing == "by adapter" else (None, 1 / cards)
-        return simulate(
+        simulation = Simulation(
             traffic.draw(share, only),
             times,
             slots=with_slots,
@@ -149,6 +157,7 @@ def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) ->
             memory_bytes=memory,
             in_memory=[*(only or range(traffic.adapters))][::-1],
         )
+        return simulation.run()
 
     found = {routing: _fewest(partial(run, routing), fleet) for routing in ROUTINGS}
     cards = found["by adapter"][0] or 1
@@ -163,7 +172,7 @@ def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) ->
         card=card.name,
         slots_that_fit=fit,
         slots=slots,
-        cache_bytes=cache,
+        cache_bytes=cache_bytes,
         base_step_s=times.step(mean[0], 0),
         lora_step_s=times.step(*mean) - times.step(mean[0], 0),
         by_slots=by_slots,
@@ -175,39 +184,33 @@ def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) ->
 
 
 def _times(model: ModelShapes, card: Card, fleet: Fleet, cache_bytes: int) -> Times:
-    """Return what the parts take; `cache_bytes` are those of a request of mean length."""
-    known: dict[tuple[int, int], float] = {}
-    prompts: dict[int, float] = {}
+    """Return the times of a fleet; `cache_bytes` is the cache of one request of mean length."""
 
+    @cache
     def step(rows: int, adapters: int) -> float:
-        if (rows, adapters) not in known:
-            base = fleet.base_step_s
-            if base is None:
-                base = (model.base_bytes + rows * cache_bytes) / card.copy_bytes_per_s
-            known[rows, adapters] = base + card.lora_s(model, rows, adapters, fleet.eager)
-        return known[rows, adapters]
+        base = fleet.base_step_s
+        if base is None:
+            base = (model.base_bytes + rows * cache_bytes) / card.copy_bytes_per_s
+        return base + card.lora_s(model, rows, adapters, fleet.eager)
 
-    def prompt(tokens: int) -> float:
-        tokens = math.ceil(tokens / STRIDE) * STRIDE
-        if tokens in prompts:
-            return prompts[tokens]
-        if fleet.prompt_tokens_per_s is not None:
-            base = tokens / fleet.prompt_tokens_per_s
-        else:
+    @cache
+    def rounded_prompt(tokens: int) -> float:
+        if fleet.prompt_tokens_per_s is None:
             base = 2 * model.base_parameters * tokens / card.flop_per_s
-        prompts[tokens] = base + card.lora_s(model, tokens, 1, fleet.eager)
-        return prompts[tokens]
+        else:
+            base = tokens / fleet.prompt_tokens_per_s
+        return base + card.lora_s(model, tokens, 1, fleet.eager)
 
     return Times(
         step=step,
-        prompt=prompt,
+        prompt=lambda tokens: rounded_prompt(math.ceil(tokens / STRIDE) * STRIDE),
         load=model.file_bytes / fleet.load_bytes_per_s,
         read=model.file_bytes / fleet.disk_bytes_per_s,
     )
 
 
 def _fewest(run: Callable[[int], Outcome], fleet: Fleet) -> tuple[int | None, Outcome | None]:
-    """Return the fewest cards that keep up with short waits, and their outcome."""
+    """Return the fewest cards that keep up within `max_wait_s`, and their outcome."""
     low, high = 0, 1  # `low` cards are too few
     outcome = run(high)
     while not _is_good(outcome, fleet):

@@ -1,4 +1,4 @@
-"""What a model's configuration says about bytes: of its weights, of its cache, of an adapter."""
+"""Bytes of a model's weights, cache and adapters, derived from its configuration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +24,10 @@ from lora_backends.planning.checks import check_whole
 
 DTYPES = ("float16", "bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 EIGHT_BIT = DTYPES[3:]
-SCALE_BYTES = 4  # of a row of 8-bit values
-TABLE_BYTES = 8  # a rank and a scaling, for each slot and module
-CACHES = ("cache", "past_key_values", "cache_params")  # an output's names for it
-_LENGTHS = (64, 128)  # tokens whose caches are compared
+SCALE_BYTES = 4  # one float32 scale per row of an 8-bit matrix
+TABLE_BYTES = 8  # the rank and the scaling of one slot at one module
+CACHES = ("cache", "past_key_values", "cache_params")  # names of the cache in a model's output
+_LENGTHS = (64, 128)  # tokens of the two passes whose caches are compared
 
 
 @dataclass(frozen=True)
@@ -35,28 +36,28 @@ class Layer:
 
     in_features: int
     output_slices: tuple[int, ...]
-    count: int  # such layers in the model
+    count: int  # number of such layers in the model
 
 
 class _Adapted(NamedTuple):
     """PEFT's matrices of one module."""
 
-    lora_a: torch.Tensor  # [rank, in_features]; of E experts [E * rank, in_features]
-    lora_b: torch.Tensor  # [out_features, rank]; of E experts [out_features, E * rank]
-    is_stacked: bool  # a parameter of experts
+    lora_a: torch.Tensor  # [rank, in_features]; for E experts [E * rank, in_features]
+    lora_b: torch.Tensor  # [out_features, rank]; for E experts [out_features, E * rank]
+    is_stacked: bool  # whether the module is a parameter of stacked experts
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """A base model and the LoRA on it, in bytes."""
+    """Sizes of a base model and of its LoRA."""
 
-    origin: str
-    base_bytes: int  # of the weights, shared ones once
+    origin: str  # path of the configuration
+    base_bytes: int  # weights; shared ones count once
     base_parameters: int
-    cache_bytes_per_token: float | None  # None: the cache does not say
-    adapter_bytes: int  # of one adapter's A and B at its rank, as the stacks store them
-    slot_bytes: int  # of one slot of every stack, at max_rank
-    file_bytes: int  # of one adapter's file, in the model's dtype
+    cache_bytes_per_token: float | None  # None: unknown
+    adapter_bytes: int  # A and B of one adapter, `rank` wide, in adapter_dtype
+    slot_bytes: int  # one slot of all stacks, `max_rank` wide, in adapter_dtype
+    file_bytes: int  # A and B of one adapter, `rank` wide, in dtype
     layers: tuple[Layer, ...]
     rank: int
     max_rank: int
@@ -66,7 +67,7 @@ class ModelShapes:
 
     @property
     def modules(self) -> int:
-        """Adapted modules."""
+        """Number of adapted modules, parameters of experts not included."""
         return sum(layer.count * len(layer.output_slices) for layer in self.layers)
 
 
@@ -80,26 +81,27 @@ def read_shapes(
     dtype: str = "bfloat16",
     adapter_dtype: str | None = None,
 ) -> ModelShapes:
-    """Return the bytes of a Transformers model and of PEFT's LoRA on it.
+    """Return the sizes of a Transformers model and of PEFT's LoRA on it.
 
-    Transformers builds the model on the meta device, without memory; PEFT decides which modules an
-    adapter touches, as `get_peft_model` does. A pass without values shows which modules share an
-    input, and how its cache grows with the tokens.
+    Transformers builds the model and PEFT an adapter on the meta device, so neither takes memory.
+    Two forward passes on that device show which modules share an input, and how many bytes the
+    cache grows by per token.
 
     Args:
-        config: a config.json, or the folder that has it.
-        rank: of every adapter.
-        max_rank: width of the stacks; None: `rank`.
+        config: a config.json, or its folder.
+        rank: rank of every adapter.
+        max_rank: rank that the stacks have room for; None: `rank`.
         target_modules: as in PEFT's `LoraConfig`.
-        target_parameters: likewise, for stacked experts.
-        dtype: of the base model and the adapters' files.
-        adapter_dtype: of the stacks; None: `dtype`.
+        target_parameters: as in PEFT's `LoraConfig`, for stacked experts.
+        dtype: float16, bfloat16 or float32, of the base model and of adapter files.
+        adapter_dtype: dtype of the stacks: int8, float8_e4m3fn or float8_e5m2; None: `dtype`.
 
     Raises:
-        BackendUnavailableError: Transformers or PEFT is missing.
-        InvalidInputError: no such file, no configuration, a rank or dtype that is none, or no
-            module is adapted.
-        UnsupportedInputError: no causal language model, or PEFT refuses the modules.
+        BackendUnavailableError: Transformers or PEFT is not installed.
+        InvalidInputError: the file is missing or no model configuration, a rank or dtype is not
+            allowed, a name of a module or parameter is not in the model, or no module is adapted.
+        UnsupportedInputError: Transformers has no causal language model of this type, or PEFT
+            cannot adapt these modules.
     """
     adapter_dtype = adapter_dtype or dtype
     for option, value, allowed in (
@@ -116,38 +118,32 @@ def read_shapes(
     check_whole("max_rank", max_rank)
     if rank > max_rank:
         raise InvalidInputError(
-            f"rank {rank} and max_rank {max_rank} do not fit\n  allowed: 1 <= rank <= max_rank"
+            f"rank {rank} is larger than max_rank {max_rank}\n  allowed: 1 <= rank <= max_rank"
         )
     file = as_path(config, "--config-json")
     file = file / "config.json" if file.is_dir() else file
     base = _on_meta(file, getattr(torch, dtype))
-    stored = {id(p): p for p in base.parameters()}.values()
+    weights = {id(p): p for p in base.parameters()}.values()
     shared, cache, notes = _watch(base)
     adapted = _adapted(base, max_rank, target_modules, target_parameters)
-    width = getattr(torch, adapter_dtype).itemsize
-    pairs = [(module.lora_a, module.lora_b) for module in adapted.values()]
-    if not pairs:
+    if not adapted:
         raise InvalidInputError(
             f"no module of {file} is adapted\n  given: target_modules {target_modules}\n"
-            f"  to do: name modules of the model, or all-linear"
+            f"  to do: name modules of the model, or use all-linear"
         )
-    values = sum(a.numel() + b.numel() for a, b in pairs)
-    slot = width * values + TABLE_BYTES * len(adapted)
-    if adapter_dtype in EIGHT_BIT:  # a scale for each row of A and B
-        slot += SCALE_BYTES * sum(len(a) + b.numel() // max_rank for a, b in pairs)
-    own = values * rank // max_rank  # every matrix has one axis of the rank
-    scale_rows = sum(len(a) * rank // max_rank + b.numel() // max_rank for a, b in pairs)
+    matrices = [(module.lora_a, module.lora_b) for module in adapted.values()]
+    stored = partial(_stored_bytes, matrices, max_rank)
     layers, left_out = _layers(adapted, shared)
     if getattr(base.config, "quantization_config", None) is not None:
-        notes.append(f"quantization_config is not read: weights count as {dtype}")
+        notes.append(f"quantization_config is ignored: weights count as {dtype}")
     return ModelShapes(
         origin=str(file),
-        base_bytes=sum(p.numel() * p.element_size() for p in stored),
-        base_parameters=sum(p.numel() for p in stored),
+        base_bytes=sum(p.nbytes for p in weights),
+        base_parameters=sum(p.numel() for p in weights),
         cache_bytes_per_token=cache,
-        adapter_bytes=width * own + (SCALE_BYTES * scale_rows if adapter_dtype in EIGHT_BIT else 0),
-        slot_bytes=slot,
-        file_bytes=getattr(torch, dtype).itemsize * own,
+        adapter_bytes=stored(rank, adapter_dtype),
+        slot_bytes=stored(max_rank, adapter_dtype) + TABLE_BYTES * len(adapted),
+        file_bytes=stored(rank, dtype),
         layers=layers,
         rank=rank,
         max_rank=max_rank,
@@ -162,7 +158,7 @@ def _on_meta(file: Path, dtype: torch.dtype) -> Any:
         import transformers
     except ImportError as error:
         raise BackendUnavailableError(
-            "plan builds the model of a configuration with Transformers\n"
+            "a plan needs Transformers, which builds the model of a configuration\n"
             "  to do: pip install 'lora-backends[bench]'"
         ) from error
     try:
@@ -173,15 +169,15 @@ def _on_meta(file: Path, dtype: torch.dtype) -> Any:
         raise InvalidInputError(f"{file} is not valid JSON: {error}") from error
     kind = found.get("model_type") if isinstance(found, dict) else None
     if not isinstance(kind, str):
-        raise InvalidInputError(f"{file} is no configuration of a model\n  given: no model_type")
+        raise InvalidInputError(f"{file} is no model configuration\n  given: no model_type")
     try:
-        # Read from the file alone: plan runs no code that a model brings.
+        # From the file's keys alone, so that no code of the model's repository runs.
         configuration = transformers.AutoConfig.for_model(**found)
         with torch.device("meta"):
             base = transformers.AutoModelForCausalLM.from_config(
                 configuration, dtype=dtype, trust_remote_code=False
             )
-    except Exception as error:  # of the model's own code, whatever it is
+    except Exception as error:  # a model's own code may raise anything
         raise UnsupportedInputError(
             f"Transformers makes no causal language model of {file}\n"
             f"  given: model_type {kind!r}\n  reason: {type(error).__name__}: {error}"
@@ -190,11 +186,16 @@ def _on_meta(file: Path, dtype: torch.dtype) -> Any:
 
 
 def _watch(base: Any) -> tuple[dict[str, int], float | None, list[str]]:
-    """Return modules that share an input by a number, the cache's bytes per token, and notes."""
-    inputs: dict[str, torch.Tensor] = {}  # kept, so that no two have one address
+    """Run two forward passes on the meta device.
+
+    Returns:
+        A number per module path, equal for modules that read the same input; the bytes that the
+        cache grows by per token, or None where they are unknown; and notes.
+    """
+    inputs: dict[str, torch.Tensor] = {}  # kept alive, so that no id is used twice
 
     def note(path: str) -> Callable[[Any, Any], None]:
-        def hook(_: Any, given: Any) -> None:  # what it returns would replace the input
+        def hook(_: Any, given: Any) -> None:  # a value returned here would replace the input
             if given:
                 inputs.setdefault(path, given[0])
 
@@ -214,10 +215,10 @@ def _watch(base: Any) -> tuple[dict[str, int], float | None, list[str]]:
                 named = (getattr(output, name, None) for name in CACHES)
                 held = next((cache for cache in named if cache is not None), ())
                 parts = {id(t): t for t in _tensors(held, set())}.values()
-                caches.append(sum(t.numel() * t.element_size() for t in parts))
-    except Exception as error:  # of the model's own code, whatever it is
-        note_ = f"a pass without values fails ({type(error).__name__}), so the cache is unknown"
-        return {}, None, [note_]
+                caches.append(sum(t.nbytes for t in parts))
+    except Exception as error:  # a model's own code may raise anything
+        failed = f"a forward pass on the meta device fails ({type(error).__name__})"
+        return {}, None, [f"{failed}: the size of the cache is unknown"]
     finally:
         for hook in hooks:
             hook.remove()
@@ -225,15 +226,15 @@ def _watch(base: Any) -> tuple[dict[str, int], float | None, list[str]]:
     shared = {path: numbers.setdefault(id(x), len(numbers)) for path, x in inputs.items()}
     grown = (caches[1] - caches[0]) / (_LENGTHS[1] - _LENGTHS[0])
     if grown <= 0:
-        return shared, None, ["the cache does not grow with the tokens, so its size is unknown"]
+        return shared, None, ["the cache does not grow with the tokens: its size is unknown"]
     notes = []
     if getattr(base.config.get_text_config(), "sliding_window", None):
-        notes.append("layers with a sliding window keep fewer tokens than is counted here")
+        notes.append("layers with a sliding window count as layers with full attention")
     return shared, grown, notes
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a cache, whatever its class."""
+    """Yield the tensors in a cache of any class."""
     if isinstance(value, torch.Tensor):
         yield value
     elif id(value) not in seen:
@@ -251,12 +252,12 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 def _adapted(
     base: Any, rank: int, target_modules: str | Sequence[str], target_parameters: Sequence[str]
 ) -> dict[str, _Adapted]:
-    """Return what PEFT adapts, by the module's path."""
+    """Return the modules that PEFT adapts, by path."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise BackendUnavailableError(
-            "plan asks PEFT which modules an adapter touches\n"
+            "a plan needs PEFT, which chooses the modules that an adapter touches\n"
             "  to do: pip install 'lora-backends[bench]'"
         ) from error
     modules = target_modules if isinstance(target_modules, str) else list(target_modules)
@@ -269,11 +270,11 @@ def _adapted(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # On the meta device, too: an adapter of a large mixture takes gigabytes.
+            # PEFT too keeps to the meta device: an adapter of many experts takes gigabytes.
             model = get_peft_model(base, config, low_cpu_mem_usage=True)
-    except Exception as error:  # PEFT has no class of its own
+    except Exception as error:  # PEFT has no error class of its own
         raise UnsupportedInputError(
-            f"PEFT makes no adapter\n  given: target_modules {modules}, target_parameters "
+            f"PEFT cannot adapt the model\n  given: target_modules {modules}, target_parameters "
             f"{list(target_parameters)}\n  reason: {type(error).__name__}: {error}"
         ) from error
     found = {}
@@ -286,20 +287,31 @@ def _adapted(
     return found
 
 
+def _stored_bytes(
+    matrices: Sequence[tuple[torch.Tensor, torch.Tensor]], made_rank: int, rank: int, dtype: str
+) -> int:
+    """Return the bytes, scales included, of A and B that were made with another rank."""
+    # One axis of every matrix is proportional to the rank.
+    values = sum(a.numel() + b.numel() for a, b in matrices) * rank // made_rank
+    scales = sum(len(a) * rank // made_rank + b.numel() // made_rank for a, b in matrices)
+    scale_bytes = SCALE_BYTES * scales if dtype in EIGHT_BIT else 0
+    return int(getattr(torch, dtype).itemsize) * values + scale_bytes
+
+
 def _check_names(option: str, names: Sequence[str], paths: Mapping[str, object]) -> None:
-    """Refuse names that end no path: PEFT adapts the others without a word."""
+    """Refuse a name that ends no path; PEFT would ignore it without a warning."""
     for name in names:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
             last = {path.rpartition(".")[2] for path in paths}
             raise InvalidInputError(
-                f"{option} has {name!r}, which the model has not{did_you_mean(name, last)}"
+                f"{option} names {name!r}, which the model lacks{did_you_mean(name, last)}"
             )
 
 
 def _layers(
     adapted: dict[str, _Adapted], shared: dict[str, int]
 ) -> tuple[tuple[Layer, ...], list[str]]:
-    """Return the layers of one call each, and notes on modules that are not timed."""
+    """Return the layers, one `run_linear` each, and notes on modules that are not timed."""
     groups: dict[Any, list[tuple[int, int]]] = {}
     for path, module in adapted.items():
         if not module.is_stacked:
@@ -310,6 +322,6 @@ def _layers(
         key = (members[0][0], tuple(out for _, out in members))
         counts[key] = counts.get(key, 0) + 1
     stacked = sum(module.is_stacked for module in adapted.values())
-    notes = [f"{stacked} parameters of experts count in bytes, not in time"] if stacked else []
+    notes = [f"{stacked} parameters of experts count in bytes, but not in time"] if stacked else []
     layers = tuple(Layer(width, slices, count) for (width, slices), count in counts.items())
     return layers, notes

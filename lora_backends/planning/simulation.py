@@ -1,8 +1,8 @@
-"""One card under a list of requests, in virtual time, by the pool's own decisions.
+"""Simulates one card that serves requests, in virtual time, under the pool's own policy.
 
-Slots are those of `SlotTable`, the memory behind them keeps what `AdapterStore` keeps, and a
-request that finds no slot waits in the order of continuous batching (`policy.may_try`). Only times
-are modelled: a step, a prompt, a copy into a slot, a read from a disk.
+`SlotTable` assigns slots, host memory evicts as `AdapterStore` does (`policy.keep`), and requests
+queue as in continuous batching (`policy.may_try`). Only durations are modelled: those of a step, a
+prompt, a copy into a slot and a read from disk.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lora_backends.adapters.pool.policy import keep, may_try
 from lora_backends.adapters.pool.slots import Commit, NoFreeSlotError, SlotTable
 from lora_backends.planning.traffic import Request
 
-WARM_UP = 0.2  # of the requests come before counting begins
-OVERLOAD = 0.25  # of all requests wait, and not fewer than MOST_WAITING: the line grows, so stop
+WARM_UP = 0.2  # share of the requests, from the first on, that is not counted
+OVERLOAD = 0.25  # the simulation stops when a larger share waits, and more than MOST_WAITING
 MOST_WAITING = 500
 
 
 class Times(NamedTuple):
-    """What the parts of serving take, in seconds."""
+    """Durations in seconds."""
 
-    step: Callable[[int, int], float]  # of a decode step, by rows and by adapters among them
-    prompt: Callable[[int], float]  # of a prompt, by its tokens
-    load: float  # of an adapter from memory into a slot; the batch waits
-    read: float  # of an adapter from a disk into memory; its request waits, one read at a time
+    step: Callable[[int, int], float]  # a decode step, from its numbers of rows and of adapters
+    prompt: Callable[[int], float]  # a prompt, from its number of tokens
+    load: float  # a copy of an adapter from memory into a slot; it blocks the batch
+    read: float  # a read of an adapter from disk; it delays its request, and reads are serial
 
 
 class _Held(NamedTuple):
@@ -46,61 +46,48 @@ class _Running:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the requests, those of the warm-up left out."""
+    """The result of a simulation, without the requests of the warm-up."""
 
     slots: int
     requests: int
-    hit_rate: float  # the adapter was in a slot
-    memory_rate: float  # it came from memory
-    disk_rate: float  # it came from a disk
-    wait_p50_s: float  # from arrival to the first step
+    hit_rate: float  # share of requests whose adapter was in a slot
+    memory_rate: float  # share whose adapter was copied from memory
+    disk_rate: float  # share whose adapter was read from disk
+    wait_p50_s: float  # median time from arrival to the first step
     wait_p95_s: float
-    tokens_per_s: float  # generated
-    busy: float  # share of the time in which a step ran
-    loading: float  # share of the time in which a copy into a slot held the batch
-    mean_rows: float  # of a step
-    mean_adapters: float  # of a step
-    keeps_up: bool  # the requests end about as soon as they come
+    tokens_per_s: float  # generated tokens
+    busy: float  # share of the time that steps, prompts and copies take
+    loading: float  # share of the time that copies into slots take
+    mean_rows: float  # rows of a step, weighted by time
+    mean_adapters: float  # adapters of a step, weighted by time
+    keeps_up: bool  # whether the last request ends soon after it arrives
     trace: Sequence[tuple[str, int, str]] = field(default=(), repr=False)
-    """"begin" or "end", the number of a request and the name of its adapter, in order."""
+    """"begin" or "end", index of the request and name of its adapter, in order of time."""
 
 
-def simulate(
-    requests: Sequence[Request],
-    times: Times,
-    *,
-    slots: int,
-    rows: int,
-    adapter_bytes: int,
-    memory_bytes: int,
-    in_memory: Sequence[int] = (),
-) -> Outcome:
-    """Serve requests on one card.
+class Simulation:
+    """One card that serves a list of requests, once.
 
     Args:
         requests: in order of arrival.
-        times: of the parts.
-        slots: of the pool.
-        rows: the most in a batch.
-        adapter_bytes: of one adapter in memory.
-        memory_bytes: of the adapters in memory, as `cpu_bytes` of `keep_adapters`.
-        in_memory: adapters that lie there at first, the least recently used first.
+        times: durations of steps, prompts, copies and reads.
+        slots: slots of the pool.
+        rows: the most rows in a batch.
+        adapter_bytes: size of one adapter in host memory.
+        memory_bytes: host memory for adapters, as `cpu_bytes` of `keep_adapters`.
+        in_memory: adapters in host memory at the start, the least recently used first.
     """
-    card = _Card(requests, times, slots, rows, adapter_bytes, memory_bytes)
-    for adapter in in_memory:
-        card.keep(f"adapter {adapter}")
-    return card.run()
 
-
-class _Card:
     def __init__(
         self,
         requests: Sequence[Request],
         times: Times,
+        *,
         slots: int,
         rows: int,
         adapter_bytes: int,
         memory_bytes: int,
+        in_memory: Sequence[int] = (),
     ) -> None:
         self._requests, self._times, self._most_rows = requests, times, rows
         self._adapter, self._budget = _Held(adapter_bytes), memory_bytes
@@ -109,28 +96,31 @@ class _Card:
         self._memory: OrderedDict[str, _Held] = OrderedDict()
         self._kept = 0  # bytes in memory
         self._now, self._coming = 0.0, 0
-        self._line: deque[int] = deque()  # numbers of requests, in order of arrival
+        self._queue: deque[int] = deque()  # indices of requests, in order of arrival
         self._begins: list[float] = []  # waits so far of requests whose first step comes next
-        self._refused: dict[int, float] = {}  # when a request of the line found no slot
+        self._refused: dict[int, float] = {}  # when a queued request first found no slot
         self._running: list[_Running] = []
-        self._from = "slot"  # where the last adapter came from
-        self._stall = 0.0  # of the batch, before the next step
-        self._disk = 0.0  # when the last read ends
+        self._from = "slot"  # origin of the adapter that was asked for last
+        self._stall = 0.0  # time of prompts and copies before the next step
+        self._disk = 0.0  # end of the last read
         self._first = int(WARM_UP * len(requests))
         self._origins: dict[str, int] = {"slot": 0, "memory": 0, "disk": 0}
         self._waits: list[float] = []
         self._busy = self._loading = self._row_s = self._adapter_s = self._begun = 0.0
         self._tokens = 0
         self._trace: list[tuple[str, int, str]] = []
+        for adapter in in_memory:
+            self._keep(f"adapter {adapter}")
 
-    def keep(self, name: str) -> None:
-        """Keep an adapter in memory, the last to be dropped."""
+    def _keep(self, name: str) -> None:
+        """Put an adapter into memory as the most recently used one."""
         self._kept = keep(self._memory, name, self._adapter, self._budget, self._kept)
 
     def run(self) -> Outcome:
-        while self._coming < len(self._requests) or self._line or self._running:
+        """Serve all requests, or stop early where the queue grows without bound."""
+        while self._coming < len(self._requests) or self._queue or self._running:
             self._arrive()
-            if len(self._line) > max(MOST_WAITING, OVERLOAD * len(self._requests)):
+            if len(self._queue) > max(MOST_WAITING, OVERLOAD * len(self._requests)):
                 return self._outcome()
             if len(self._running) < self._most_rows:
                 self._admit()
@@ -145,20 +135,20 @@ class _Card:
         while self._coming < len(requests) and requests[self._coming].arrival <= self._now:
             if self._coming == self._first:
                 self._begun = self._now
-            self._line.append(self._coming)
+            self._queue.append(self._coming)
             self._coming += 1
 
     def _admit(self) -> None:
-        """Let requests of the line begin, in its order, while there are rows."""
+        """Start queued requests in order while the batch has rows left."""
         first_refused: float | None = None
         waiting: list[int] = []
-        while self._line and len(self._running) < self._most_rows:
-            number = self._line.popleft()
+        while self._queue and len(self._running) < self._most_rows:
+            number = self._queue.popleft()
             name = f"adapter {self._requests[number].adapter}"
             if not may_try(first_refused, name in self._slots, self._now):
                 waiting.append(number)
                 if not may_try(first_refused, True, self._now):
-                    break  # the first has waited so long that nobody passes it
+                    break  # nothing passes the first refused request any more
                 continue
             slot = self._slots.in_use([name], by="request")
             self._from = "slot"
@@ -170,7 +160,7 @@ class _Card:
                 waiting.append(number)
                 continue
             self._begin(number, name, slot)
-        self._line.extendleft(reversed(waiting))
+        self._queue.extendleft(reversed(waiting))
 
     def _begin(self, number: int, name: str, slot: AbstractContextManager[dict[str, int]]) -> None:
         request = self._requests[number]
@@ -192,7 +182,7 @@ class _Card:
             self._loading += self._times.load if number >= self._first else 0.0
 
     def _provide(self, names: Sequence[str]) -> Commit:
-        """Bring a name into a slot, as `AdapterStore` does."""
+        """Return a commit that brings adapters into slots, as that of `AdapterStore` does."""
 
         def commit(hold: Callable[[], None]) -> None:
             hold()
@@ -202,13 +192,13 @@ class _Card:
                 slot, _ = self._slots.candidate(name)
                 self._from = "memory" if name in self._memory else "disk"
                 self._slots.vacate(name, slot)
-                self.keep(name)
+                self._keep(name)
                 self._slots.assign(name, slot)
 
         return commit
 
     def _step(self) -> None:
-        """Run steps until a request ends or another one comes."""
+        """Run steps until a request ends or the next one arrives."""
         rows = len(self._running)
         adapters = len({running.request.adapter for running in self._running})
         step = self._times.step(rows, adapters)
@@ -217,7 +207,7 @@ class _Card:
             gap = self._requests[self._coming].arrival - self._now - self._stall
             count = max(1, min(count, int(gap / step) + 1))
         passed = self._stall + count * step
-        # Prompts and copies of all that begin together come before the first step of each.
+        # The prompts and copies of all requests that start now precede their common first step.
         self._waits += [wait + self._stall for wait in self._begins]
         self._begins = []
         if self._coming > self._first:
@@ -237,10 +227,10 @@ class _Card:
         self._running = still
 
     def _outcome(self) -> Outcome:
-        # Where the simulation stopped early, those in the line have waited at least so long.
+        # After an early stop, queued requests count with their wait so far.
         waits = self._waits + [
             self._now - self._requests[number].arrival
-            for number in self._line
+            for number in self._queue
             if number >= self._first
         ]
         cuts = (
@@ -250,7 +240,7 @@ class _Card:
         time = max(self._now - self._begun, 1e-9)
         last = self._requests[-1].arrival
         mean_output = sum(r.output for r in self._requests) / len(self._requests)
-        # A last request takes its own steps; beyond them the line has grown.
+        # The last request needs its own steps; a much later end means that a queue has grown.
         grace = 0.1 * (last - self._begun) + 4 * mean_output * self._times.step(1, 1)
         origins = {key: count / max(counted, 1) for key, count in self._origins.items()}
         return Outcome(
@@ -266,6 +256,6 @@ class _Card:
             loading=self._loading / time,
             mean_rows=self._row_s / max(self._busy, 1e-9),
             mean_adapters=self._adapter_s / max(self._busy, 1e-9),
-            keeps_up=not self._line and max(self._now, self._disk) - last <= grace,
+            keeps_up=not self._queue and max(self._now, self._disk) - last <= grace,
             trace=tuple(self._trace),
         )

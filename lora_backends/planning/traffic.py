@@ -1,4 +1,4 @@
-"""Requests that come to a fleet: when, with which adapter, and how long."""
+"""Random requests: arrival times, adapters and lengths."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ class Request(NamedTuple):
     """One request."""
 
     arrival: float  # seconds
-    adapter: int  # 0 is the most popular one
+    adapter: int  # 0 is the most popular
     prompt: int  # tokens
     output: int  # tokens
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What comes to all cards together.
+    """The load of the whole fleet.
 
     Args:
-        adapters: that may be asked for.
-        rate: requests in a second; gaps are exponential (a Poisson process).
-        zipf: adapter i is asked for in proportion to 1 / (i + 1)^zipf; 0: all alike.
-        prompt_tokens: mean length of a prompt; lengths are exponential, 1 or more.
-        output_tokens: mean length of an answer, likewise.
-        requests: drawn.
-        seed: of every draw.
+        adapters: number of adapters.
+        rate: requests per second; arrivals are a Poisson process.
+        zipf: exponent s of Zipf's law: adapter i = 0, 1, ... gets a share of the requests
+            proportional to 1 / (i + 1)^s. 0: equal shares.
+        prompt_tokens: mean prompt length; lengths are exponential, rounded, 1 at least.
+        output_tokens: mean output length, distributed alike.
+        requests: number of requests in a simulation.
+        seed: seed of all draws.
 
     Raises:
-        InvalidInputError: a number that is too small or too large.
+        InvalidInputError: a number is out of range.
     """
 
     adapters: int
@@ -55,17 +56,17 @@ class Traffic:
         check_number("zipf", self.zipf, least=0, most=100)
 
     def popularity(self) -> list[float]:
-        """Return the share of the requests that each adapter gets; they add up to 1."""
+        """Return each adapter's share of the requests; the shares add up to 1."""
         weights = [(i + 1.0) ** -self.zipf for i in range(self.adapters)]
         total = sum(weights)
         return [weight / total for weight in weights]
 
     def draw(self, share: float = 1.0, only: Iterable[int] | None = None) -> list[Request]:
-        """Return the requests that come to one card, in order of arrival.
+        """Return the requests of one card, in order of arrival.
 
         Args:
-            share: of all requests that it gets.
-            only: the adapters that it gets requests of; None: all.
+            share: the card's share of all requests.
+            only: the adapters whose requests the card gets; None: all.
         """
         generator = random.Random(self.seed)
         adapters = list(range(self.adapters) if only is None else only)
@@ -83,7 +84,7 @@ class Traffic:
         return made
 
     def divided(self, cards: int) -> tuple[list[int], float]:
-        """Deal adapters to cards, the most popular first, to the card with the least requests.
+        """Assign adapters to cards: the most popular first, each to the least loaded card.
 
         Returns:
             The adapters of the card with the most requests, and its share of all requests.

@@ -18,12 +18,12 @@ from lora_backends.sentence_transformers.marked import Mark, marked, unmarked
 
 
 class _Call(threading.local):
-    """The call with adapters that a thread is in."""
+    """The state of this thread's call with adapters."""
 
-    is_open = False
-    rows: list[Any] | None = None  # adapters of the batch that was read last
-    done = 0  # rows that have run
-    is_inside = False  # of the model's own forward pass
+    is_open = False  # whether such a call is running
+    rows: list[Any] | None = None  # entries of the batch that was preprocessed last
+    done = 0  # number of rows that have run
+    is_inside = False  # whether the wrapped model's forward pass is running
 
 
 class MultiLoRAEncoder:
@@ -33,28 +33,28 @@ class MultiLoRAEncoder:
         encoder.load_adapter("legal", "adapters/legal")
         vectors = encoder.encode(texts, adapters=["legal", None, {"legal": 0.5, "news": 0.5}])
 
-    The encoder is changed in place. It sorts texts by length and cuts batches as ever: a text
-    carries its adapter. Pooling, dense layers and what else follows the Transformers model have no
-    LoRA. A call of the encoder itself computes without adapters.
+    The encoder is changed in place. It still sorts texts by length and cuts them into batches:
+    each text carries its adapter through both. Only the Transformers model has LoRA; pooling and
+    dense layers behind it have none. A call of the encoder itself computes without adapters.
 
     Args:
-        encoder: whose only Transformers model is that of its first module.
-        options: of `MultiLoRAModel`: backend, max_adapters, max_rank, ...
+        encoder: an encoder with one Transformers model, in its first module.
+        options: options of `MultiLoRAModel`: backend, max_adapters, max_rank, ...
 
     Raises:
-        InvalidInputError: `encoder` is no such model, or as `MultiLoRAModel`.
-        UnsupportedInputError: it has several Transformers models, or was compiled, or its
-            package is too old; or as `MultiLoRAModel`.
+        InvalidInputError: `encoder` is no model of sentence-transformers, or as `MultiLoRAModel`.
+        UnsupportedInputError: `encoder` has several Transformers models or is compiled,
+            sentence-transformers is older than version 6, or as `MultiLoRAModel`.
     """
 
     def __init__(self, encoder: Any, **options: Any) -> None:
         base = _base_of(encoder)
-        self.encoder: Any = encoder  # without types: the package is optional
+        self.encoder: Any = encoder  # Any, because sentence-transformers is optional
         self.lora = MultiLoRAModel(base, **options)
-        """The wrapped Transformers model, with every method for adapters."""
+        """The wrapped Transformers model, with all methods that manage adapters."""
         self._call = _Call()
         self._forward, self._preprocess = base.forward, self.encoder.preprocess
-        # The first module calls `forward` by its name, so hooks of the model would not see it.
+        # The first module calls `model.forward(...)`, which runs no hooks of the model.
         self._changes = [
             _Change(base, "forward", self._run_forward),
             _Change(encoder, "preprocess", self._run_preprocess),
@@ -74,37 +74,41 @@ class MultiLoRAEncoder:
         self.lora.unload_adapter(name)
 
     def encode(self, inputs: Any, *, adapters: Any, **options: Any) -> Any:
-        """Return the encoder's `encode`, every text with its own adapter.
+        """Run the encoder's `encode`, every text with its own adapter.
 
         Args:
             inputs: a text, or a sequence of texts.
-            adapters: for each text a name, a blend (a dict of names to strengths) or None; one of
-                these for all texts, too.
-            options: of the encoder's method, by name.
+            adapters: one entry for all texts, or a list with one per text. An entry is a name, a
+                blend (a dict of names to strengths) or None.
+            options: keyword arguments of the encoder's method.
+
+        Returns:
+            The result of the encoder's method.
 
         Raises:
-            InvalidInputError: not one entry per text, or as a call of `MultiLoRAModel`.
-            UnsupportedInputError: inputs that are no texts, several processes, texts that are
-                packed into one row, or as a call of `MultiLoRAModel`.
+            InvalidInputError: the number of entries is not that of the texts, or as a call of
+                `MultiLoRAModel`.
+            UnsupportedInputError: inputs are not texts, the encoder spreads them over processes or
+                packs several texts into one row, or as a call of `MultiLoRAModel`.
         """
         return self._served("encode", inputs, adapters, options)
 
     def encode_query(self, inputs: Any, *, adapters: Any, **options: Any) -> Any:
-        """Return the encoder's `encode_query`; arguments and errors as of `encode`."""
+        """Run the encoder's `encode_query`; arguments and errors are those of `encode`."""
         return self._served("encode_query", inputs, adapters, options)
 
     def encode_document(self, inputs: Any, *, adapters: Any, **options: Any) -> Any:
-        """Return the encoder's `encode_document`; arguments and errors as of `encode`."""
+        """Run the encoder's `encode_document`; arguments and errors are those of `encode`."""
         return self._served("encode_document", inputs, adapters, options)
 
     def predict(self, inputs: Any, *, adapters: Any, **options: Any) -> Any:
-        """Return a `CrossEncoder`'s `predict`; arguments, of pairs, and errors as of `encode`."""
+        """Run a `CrossEncoder`'s `predict` on pairs of texts; arguments and errors as `encode`."""
         return self._served("predict", inputs, adapters, options)
 
     def rank(self, query: str, documents: Any, *, adapters: Any, **options: Any) -> Any:
-        """Return a `CrossEncoder`'s `rank`, every document with its own adapter.
+        """Run a `CrossEncoder`'s `rank`, every document with its own adapter.
 
-        Arguments and errors as of `encode`.
+        Arguments and errors are those of `encode`.
         """
         self._check_attached()
         documents = list(documents)
@@ -117,7 +121,7 @@ class MultiLoRAEncoder:
         return ranked
 
     def detach(self) -> Any:
-        """Return the encoder as it was, without adapters.
+        """Restore the encoder's own methods and return it, without adapters.
 
         Raises:
             InvalidInputError: a call is running.
@@ -125,7 +129,7 @@ class MultiLoRAEncoder:
         self.lora.detach()
         for change in self._changes:
             change.undo()
-        self._changes = []  # a second wrapper may have come by the next call
+        self._changes = []  # a second call must not undo the changes of a later wrapper
         return self.encoder
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -157,59 +161,59 @@ class MultiLoRAEncoder:
         method: Callable[..., Any] | None = getattr(self.encoder, name, None)
         if method is None:
             raise UnsupportedInputError(
-                f"a {type(self.encoder).__name__} has no {name}\n"
-                f"  to do: encode with embedders, predict and rank with a CrossEncoder"
+                f"a {type(self.encoder).__name__} has no {name}()\n"
+                f"  to do: use encode with an embedder, predict and rank with a CrossEncoder"
             )
         return method
 
     @contextmanager
     def _open(self, options: dict[str, Any], count: int) -> Iterator[None]:
-        """Let the batches of a call take the adapters of their texts."""
+        """Serve the batches of one call of the encoder with the adapters of their texts."""
         device, call = options.get("device"), self._call
         spread = getattr(self.encoder, "_distributed_inference", None) is not None
         if options.get("pool") is not None or isinstance(device, list) or (spread and not device):
             raise UnsupportedInputError(
-                "adapters do not go to the processes of a pool\n"
-                "  given: pool, several devices, or distributed inference\n"
-                "  to do: make an encoder with adapters in each process"
+                "adapters do not reach other processes\n"
+                "  given: a pool, several devices, or distributed inference\n"
+                "  to do: make a MultiLoRAEncoder in each process"
             )
         if call.is_open:
-            raise InvalidInputError("a call with adapters is running in this thread")
+            raise InvalidInputError("a call with adapters is already running in this thread")
         call.is_open, call.rows, call.done = True, None, 0
         try:
             yield
             if call.done != count:
                 raise UnsupportedInputError(
-                    f"{call.done} of {count} texts met their adapters\n"
-                    f"  to do: call this encoder's own methods, without subclasses that change them"
+                    f"only {call.done} of {count} texts ran with their adapters\n"
+                    f"  to do: use an encoder whose class does not override the called method"
                 )
         finally:
             call.is_open, call.rows = False, None
 
     def _run_preprocess(self, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Note the adapters of a batch, and read it as its user gave it."""
+        """Keep the entries of a batch, and preprocess its texts without them."""
         if not self._call.is_open:
             return self._preprocess(inputs, *args, **options)
         pairs = [unmarked(value) for value in inputs]
         rows = [entry for _, entries in pairs for entry in entries]
-        if rows:  # else a prompt alone, of which only the length is asked
+        if rows:  # otherwise the encoder measures the length of a prompt
             if len(rows) != len(pairs):
                 raise UnsupportedInputError(
-                    f"{len(rows)} of a batch's {len(pairs)} texts carry an adapter\n"
+                    f"{len(rows)} of {len(pairs)} texts of a batch carry an adapter\n"
                     f"  to do: call the methods of MultiLoRAEncoder"
                 )
             self._call.rows = rows
         return self._preprocess([value for value, _ in pairs], *args, **options)
 
     def _run_forward(self, *args: Any, **inputs: Any) -> Any:
-        """Run the model's forward pass with the adapters of the batch that was read last."""
+        """Run the model's forward pass with the entries of the batch that was preprocessed last."""
         call = self._call
         if call.is_inside or not call.is_open:
             return self._forward(*args, **inputs)
         rows, call.rows = call.rows, None
         if rows is None:
             raise UnsupportedInputError(
-                "a pass of the encoder has no batch with adapters\n"
+                "a forward pass of the encoder has no batch with adapters\n"
                 "  to do: call the methods of MultiLoRAEncoder"
             )
         call.is_inside = True
@@ -234,11 +238,12 @@ def _base_of(encoder: Any) -> Any:
     ):
         raise UnsupportedInputError(
             f"this version of sentence-transformers is not supported\n"
-            f"  given: a {name} without preprocess()\n  to do: install sentence-transformers>=6"
+            f"  given: a {name} without preprocess() or is_singular_input()\n"
+            f"  to do: install sentence-transformers>=6"
         )
     if getattr(encoder, "_compiled_call_impl", None) is not None:
         raise UnsupportedInputError(
-            f"the {name} was compiled\n  to do: wrap it first; adapters run without its compile()"
+            f"the {name} is compiled\n  to do: wrap an encoder without torch.compile"
         )
     models = [m for m in encoder.modules() if isinstance(m, PreTrainedModel)]
     inner = {id(part) for m in models for part in m.modules() if part is not m}
@@ -254,9 +259,9 @@ def _base_of(encoder: Any) -> Any:
 
 
 class _Method:
-    """A function in place of a method, with its signature.
+    """A replacement for a bound method, with its signature.
 
-    A copy of the encoder would hold this very function, and run the weights of the original.
+    It refuses to be copied: a copy of the encoder would run the original's weights through it.
     """
 
     def __init__(self, original: Callable[..., Any], instead: Callable[..., Any]) -> None:
@@ -271,11 +276,11 @@ class _Method:
 
 
 class _Change:
-    """A method of one object that was replaced, until `undo`."""
+    """Replaces a method of one object until `undo`."""
 
     def __init__(self, holder: Any, name: str, instead: Callable[..., Any]) -> None:
         self._holder, self._name = holder, name
-        # Other libraries replace methods, too: Accelerate does.
+        # Another library, such as Accelerate, may have replaced the method already.
         self._before = vars(holder).get(name)
         self._made = _Method(getattr(holder, name), instead)
         setattr(holder, name, self._made)
@@ -283,7 +288,7 @@ class _Change:
     def undo(self) -> None:
         own = vars(self._holder)
         if own.get(self._name) is not self._made:
-            return  # replaced by somebody else since
+            return  # replaced again since
         del own[self._name]
         if self._before is not None:
             own[self._name] = self._before
@@ -292,21 +297,19 @@ class _Change:
 def _no_copy() -> UnsupportedInputError:
     return UnsupportedInputError(
         "an encoder with adapters cannot be copied or pickled\n"
-        "  to do: detach it first, or copy the encoder before it is wrapped"
+        "  to do: copy the encoder before it is wrapped, or after detach()"
     )
 
 
 def _entries(adapters: Any, count: int) -> list[Any]:
-    """Return an entry for each of `count` texts."""
+    """Return one entry for each of `count` texts."""
     if adapters is None or isinstance(adapters, (str, dict)):
         return [adapters] * count
     if hasattr(adapters, "tolist"):  # an array
         adapters = adapters.tolist()
-    if not isinstance(adapters, Sequence) or len(adapters) != count:
-        given = (
-            f"has {len(adapters)} entries" if isinstance(adapters, Sequence)
-            else f"is {shown(adapters)}"
-        )  # fmt: skip
+    is_list = isinstance(adapters, Sequence)
+    if not is_list or len(adapters) != count:
+        given = f"has {len(adapters)} entries" if is_list else f"is {shown(adapters)}"
         raise InvalidInputError(
             f"adapters {given} for {count} texts\n"
             f"  allowed: one name, blend or None per text, or one for all"

@@ -1,4 +1,4 @@
-"""Texts and pairs that carry their adapter through the sorting and batching of an encoder."""
+"""Texts and pairs that carry their adapter through an encoder's sorting and batching."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lora_backends.errors import UnsupportedInputError, shown
 
 
 class Mark:
-    """What a marked input is, and the adapter of its row."""
+    """An input that carries the adapter of its row."""
 
-    value: Any
-    entry: Any
+    value: Any  # the input, unmarked
+    entry: Any  # an adapter's name, a blend or None
 
 
 class _Text(str, Mark):
@@ -28,7 +28,7 @@ class _Tuple(tuple[Any, ...], Mark):
 
 
 class _Fields(dict[str, Any], Mark):
-    """Fields of several kinds."""
+    """Named fields, such as a text and an image."""
 
 
 _KINDS: Sequence[tuple[type, Any]] = (
@@ -40,7 +40,7 @@ def marked(value: Any, entry: Any) -> Any:
     """Return an equal input that carries the adapter of its row.
 
     Raises:
-        UnsupportedInputError: it is neither text nor made of texts.
+        UnsupportedInputError: the input is no str, list, tuple or dict.
     """
     for kind, of_kind in _KINDS:
         if isinstance(value, kind):
@@ -48,16 +48,16 @@ def marked(value: Any, entry: Any) -> Any:
             made.value, made.entry = value, entry
             return made
     raise UnsupportedInputError(
-        f"adapters go with texts\n  given: {shown(value)}\n"
-        f"  allowed: a str, a pair or a dict of them\n"
-        f"  to do: call the encoder itself for inputs without adapters"
+        f"adapters go with texts alone\n  given: {shown(value)}\n"
+        f"  allowed: a str, or a pair or a dict of them\n"
+        f"  to do: pass other inputs to the encoder itself, which runs without adapters"
     )
 
 
 def unmarked(value: Any) -> tuple[Any, list[Any]]:
-    """Return an input as its user gave it, and the adapters that it carries: one, or none.
+    """Return an input without its mark, and the entries that it carries: one or none.
 
-    A pair that an encoder made of a query and a marked text has the adapter of the text.
+    A pair that the encoder built from a query and a marked text carries the entry of the text.
     """
     if isinstance(value, Mark):
         return value.value, [value.entry]

@@ -30,6 +30,7 @@ from lora_backends.sgmv.experts.backward import Backward
 from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
 from lora_backends.sgmv.experts.rules import PairShape
+from lora_backends.sgmv.launch import EMPTY_ROW
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch
 from lora_backends.sgmv.launching.tma import has_tma
@@ -38,10 +39,6 @@ from lora_backends.sgmv.tiles.first_use import asked_source
 from lora_backends.sgmv.tiles.gpu import gpu_of
 from lora_backends.sgmv.tiles.source import TileSource
 from lora_backends.weights import LoRAWeights
-
-EMPTY_ROW = 0 if INTERPRETED else 1
-"""Rows launched for a batch without adapters. They compute nothing, but compile the kernels: a
-capture that follows with other adapters cannot compile."""
 
 INVARIANT_PAIRS = PairShape(pairs=256, keys=64, tile=16)
 """A batch-invariant backend takes the sizes for this routing, always."""
@@ -70,9 +67,6 @@ class SgmvBackend(LoRABackend):
     narrow_intermediate = True
     most_base_rows: ClassVar[int] = MOST_ROWS
     """Rows that `run_with_base` takes."""
-    blends_in_one_pass: ClassVar[bool] = INTERPRETED
-    """Whether a token's adapters are added in one pass. On a GPU a pass for each is the default, as
-    no card has run the kernels of one pass yet: ``benchmarks/run.py blends`` times both."""
 
     def __init__(
         self,
@@ -197,7 +191,7 @@ class SgmvBackend(LoRABackend):
         tokens, stacks = x.shape[0], launch.stacks_of(weights)
         kernels = launch.kernels_of(weights, stacks, plan, tokens, x.dtype, self._options)
         h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
-        first = launch.shrink_arguments(x, stacks, plan, h)
+        first = launch.shrink_arguments(x, stacks, plan.tables(), h)
         kernels.shrink.launch(rows, first)
         second = launch.expand_arguments(h, stacks, plan, y, kernels.expand)
         kernels.expand.launch(rows, second)
@@ -256,7 +250,7 @@ class SgmvBackend(LoRABackend):
         kernels = launch.kernels_of(weights, stacks, plan, tokens, x.dtype, options, "beside")
         h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
         launches = (
-            (rows, kernels.shrink, launch.shrink_arguments(x, stacks, plan, h)),
+            (rows, kernels.shrink, launch.shrink_arguments(x, stacks, plan.tables(), h)),
             (1, base, base_arguments(x, base_weight, base_bias, y, base)),
             (rows, kernels.expand, launch.expand_arguments(h, stacks, plan, y, kernels.expand)),
         )
@@ -431,8 +425,9 @@ class SgmvBackend(LoRABackend):
     def prepare_together(
         self, batch: LoRABatch, out: Blend | None, capacity: int | None
     ) -> Blend | None:
-        # batch_invariant: a row with one adapter has to have the bits of the other kernels.
-        if self.batch_invariant or not self.blends_in_one_pass:
+        # batch_invariant: a token with one adapter must get the same bits here as in a batch of one
+        # adapter per token, which other kernels compute
+        if self.batch_invariant:
             return None
         blend = new_blend(batch, capacity, self.device) if out is None else out
         return fill_blend(blend, batch, self._options.source.tile_tokens)
@@ -441,8 +436,9 @@ class SgmvBackend(LoRABackend):
     def add_together(
         self, operation: str, x: torch.Tensor, weights: LoRAWeights, joint: Blend, y: torch.Tensor
     ) -> Any:
+        # a pass for each adapter costs little there: the shrink only gathers columns of A
         if operation == "run_embedding":
-            return False  # its shrink moves little: it gathers columns of A
+            return False
         return blends.run(x, weights, joint, y, self._options)
 
     @override

@@ -12,7 +12,12 @@ import torch
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.sgmv.kernels.operands import ExpandSizes, GatherSizes, ShrinkSizes
 from lora_backends.sgmv.launching.call_cache import Launched
-from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel, specialized
+from lora_backends.sgmv.launching.kernel import (
+    INTERPRETED,
+    Arguments,
+    SpecializedKernel,
+    specialized,
+)
 from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
 from lora_backends.sgmv.launching.slice_tables import Located, located_a, located_b
 from lora_backends.sgmv.launching.tma import MAX_GRID_ROWS, allows_tma, descriptor
@@ -37,6 +42,10 @@ from lora_backends.sgmv.tiles.sizes import (
 )
 from lora_backends.sgmv.tiles.source import TileSource
 from lora_backends.weights import LoRAWeights
+
+EMPTY_ROW = 0 if INTERPRETED else 1
+"""Rows launched for a batch without adapters. They compute nothing, but compile the kernels: a
+capture that follows with other adapters cannot compile."""
 
 INVARIANT_BATCH = (64, 8)
 """A batch-invariant backend takes the sizes for this many tokens and active slots, always."""
@@ -150,13 +159,7 @@ def kernels_of(
     # a captured graph serves every batch of `rows` rows, an eager call the batch as it is
     tokens = rows if plan.is_captured else plan.num_tokens
     shape = INVARIANT_BATCH if options.batch_invariant else (tokens, plan.active_slots)
-    layer = LayerShape(
-        weights.num_slices,
-        weights.max_rank,
-        weights.in_features,
-        weights.out_features,
-        max(weights.dtype.itemsize, 2 if dtype is None else dtype.itemsize),
-    )
+    layer = layer_shape(weights, 2 if dtype is None else dtype.itemsize)
     kind = 0 if stacks.is_plain else storage_kind(weights.dtype, options.programmatic)
     return _kernels(
         BatchShape(*shape, plan.tile_tokens),
@@ -173,6 +176,17 @@ def kernels_of(
         options,
         form,
         options.tma and stacks.tma and plan.grid_rows(True, rows) <= MAX_GRID_ROWS,
+    )
+
+
+def layer_shape(weights: LoRAWeights, x_bytes: int) -> LayerShape:
+    """Return the sizes of a layer for an x of `x_bytes` bytes an element."""
+    return LayerShape(
+        weights.num_slices,
+        weights.max_rank,
+        weights.in_features,
+        weights.out_features,
+        max(weights.dtype.itemsize, x_bytes),
     )
 
 
@@ -253,13 +267,7 @@ def kernel_sizes(
     """
     shape = INVARIANT_BATCH if options.batch_invariant else (num_tokens, active_slots)
     batch = BatchShape(*shape, options.source.tile_tokens(*shape))
-    layer = LayerShape(
-        weights.num_slices,
-        weights.max_rank,
-        weights.in_features,
-        weights.out_features,
-        max(weights.dtype.itemsize, 2),
-    )
+    layer = layer_shape(weights, 2)
     lines: tuple[int, ...] = ()
     if options.programmatic and form == "linear":
         lines = prefetched_lines(batch, layer, options.gpu)
@@ -386,21 +394,21 @@ def shrink(
     The layer's tables are contiguous. Nothing is written for tokens without an adapter; beyond a
     rank, at most zeros up to the end of its group of 8.
     """
-    arguments = shrink_arguments(x, weights, plan, h)
+    arguments = shrink_arguments(x, weights, plan.tables(), h)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
 
 
 def shrink_arguments(
-    x: torch.Tensor, weights: Stacks, plan: SgmvPlan, h: torch.Tensor
+    x: torch.Tensor, weights: Stacks, tables: tuple[Any, ...], h: torch.Tensor
 ) -> Arguments:
-    """Return the arguments of `shrink`'s kernel."""
+    """Return the arguments of `shrink`'s kernel; `tables` are the plan's."""
     assert weights.a is not None
     a = weights.a
     scales = a.base if weights.a_scales is None else weights.a_scales  # the base is not read
     scale_strides = (0, 0, 0) if weights.a_scales is None else scales.stride()[:3]
     stored = a.base if weights.is_plain else stored_bytes(a.base)
-    tensors = (x, stored, weights.ranks, a.table, scales, *plan.tables(), h)
+    tensors = (x, stored, weights.ranks, a.table, scales, *tables, h)
     in_features, layout = weights.in_features, (h.shape[2], *h.stride()[1:3])
     numbers = (in_features, x.stride(0), *a.strides, *scale_strides, *layout)
     return Arguments(tensors, (), numbers)
@@ -417,7 +425,7 @@ def gather(
     """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
     # those of a shrink but for the width of x, its stride and the rows of h
     tensors, _, (_, _, *strides, _, h_stride_s, h_stride_t) = shrink_arguments(
-        token_ids, weights, plan, h
+        token_ids, weights, plan.tables(), h
     )
     arguments = Arguments(tensors, (), (*strides, h_stride_s, h_stride_t))
     kernel.launch(rows, arguments)

@@ -28,7 +28,7 @@ SMALLEST = {  # most that an underflow loses; except in float16, denormals count
     torch.float32: 2.0**-126,
     torch.float64: 2.0**-1022,
 }
-Count: TypeAlias = int | torch.Tensor
+Count: TypeAlias = int | torch.Tensor  # one number, or one for each sum
 _CHUNK = 1 << 22  # float64 values gathered at once
 
 
@@ -59,7 +59,7 @@ def expected_shrink(
     batch: LoRABatch,
     intermediate: torch.dtype = torch.float32,
 ) -> Expected:
-    """Return h and its bound, ``gamma(2n) * sum |x| |a|`` for sums of n products that are not 0.
+    """Return h and its bound, ``gamma(2n) * sum |x| |a|`` for n nonzero elements of a row of x.
 
     h is kept in the dtype `intermediate`; narrower than float32 it is rounded once more. It is
     [num_slices, num_tokens, max_rank]; zero, with bound 0, beyond a rank and without adapter.
@@ -247,15 +247,16 @@ def scale_operations(weights: LoRAWeights) -> int:
 def sum_bound(magnitude: torch.Tensor, terms: Count, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the error of a sum of products whose absolute values sum to `magnitude`.
 
-    `terms` is the number of products, or one for each sum. Products with 0 need not be counted.
+    `terms` is the number of products, without those that have a factor of 0: one number for all
+    sums, or a tensor with one for each.
     """
     lost = 2 * terms * SMALLEST[torch.float64 if dtype == torch.float64 else torch.float32]
     return gamma(2 * terms, sum_unit(dtype)) * magnitude + lost  # type: ignore[no-any-return]
 
 
 def counted(factors: torch.Tensor) -> torch.Tensor:
-    """Return how many products of each row are not 0, for one factor of each: [rows] float64."""
-    # a sum adds a product with 0 exactly, in any order
+    """Return the number of nonzero factors in each row, [rows] float64, as `terms` of a bound."""
+    # adding a product with a factor of 0 is exact, in any order
     return (factors != 0).sum(-1, dtype=torch.float64)
 
 

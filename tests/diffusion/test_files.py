@@ -1,4 +1,4 @@
-"""Files in the formats of trainers give the LoRA that diffusers' own loader gives."""
+"""Files of all supported formats give the same LoRA as diffusers' own loader."""
 
 import json
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from lora_backends.diffusers import MultiLoRAPipeline
 
-SDXL_SGM = {  # kohya trains SDXL on a UNet with other names
+SDXL_SGM = {  # kohya trains SDXL on the UNet of Stability AI, with other names
     "lora_unet_input_blocks_0_0": "unet.conv_in",
     "lora_unet_time_embed_0": "unet.time_embedding.linear_1",
     "lora_unet_label_emb_0_2": "unet.add_embedding.linear_2",
@@ -66,12 +66,12 @@ def _module(pipe, path):
 
 
 def kohya_sdxl(pipe):
-    # One alpha: see the test of others below.
+    # One alpha for all: test_each_alpha_of_a_file_counts has several.
     return _with_alphas(SDXL_SGM, pipe, lambda index: 3.0)
 
 
 def kohya_sd(pipe):
-    """Kohya trains Stable Diffusion 1.5 on the UNet of diffusers, with underscores for dots."""
+    """Return the names of diffusers' UNet with underscores instead of dots."""
     names = {
         f"lora_unet_{path.replace('.', '_')}": f"unet.{path}"
         for path in modules_of(pipe, "unet")
@@ -81,17 +81,13 @@ def kohya_sd(pipe):
 
 
 def old_diffusers(pipe):
-    """Return attention layers alone, as diffusers named them before it used PEFT."""
+    """Return LoRA of attention layers, with the names that diffusers used before PEFT."""
     tensors = {}
     for path, module in modules_of(pipe, "unet").items():
-        parent, dot, name = path.removesuffix(".0").rpartition(".")
+        parent, _, name = path.removesuffix(".0").rpartition(".")
         if name in ("to_q", "to_k", "to_v", "to_out"):
-            tensors |= {
-                key.replace(".weight", ".weight"): value
-                for key, value in _pair(
-                    f"unet.{parent}.processor.{name}_lora", module, down="down", up="up"
-                ).items()
-            }
+            full = f"unet.{parent}.processor.{name}_lora"
+            tensors |= _pair(full, module, down="down", up="up")
     for path, module in modules_of(pipe, "text_encoder").items():
         name = f"text_encoder.text_model.{path}.lora_linear_layer"
         tensors |= _pair(name, module, down="down", up="up")
@@ -99,7 +95,7 @@ def old_diffusers(pipe):
 
 
 def _fused(name, modules, rank=6, down="lora_down", up="lora_up"):
-    """Return one A, and a B for all modules together."""
+    """Return one A and one B for several modules that a trainer has fused."""
     width = sum(module.out_features for module in modules)
     return {
         f"{name}.{down}.weight": torch.randn(rank, modules[0].in_features),
@@ -135,7 +131,7 @@ def kohya_flux_with_text(pipe):
 
 
 def bfl_flux(pipe):
-    """Return the names of Black Forest Labs' code, as ComfyUI saves them."""
+    """Return the names of Black Forest Labs' code, with ComfyUI's prefix."""
     return kohya_flux(pipe, "diffusion_model.{}", ".")
 
 
@@ -203,7 +199,7 @@ FORMATS = [
 
 
 def of_diffusers(name, source):
-    """Return the delta of every module's weight that diffusers loads."""
+    """Return scaling * B @ A of every module, as diffusers loads it."""
     pipe = PIPELINES[name]()
     pipe.load_lora_weights(source, adapter_name="a")
     deltas = {}
@@ -219,7 +215,7 @@ def of_diffusers(name, source):
 
 
 def of_ours(model, source):
-    """Return the same of the stacks of a wrapped pipeline."""
+    """Return scaling * B @ A of every module, from the stacks of a wrapped pipeline."""
     model.load_adapter("a", source)
     deltas = {}
     for component in model._components.values():
@@ -297,8 +293,8 @@ def test_a_folder_of_peft_is_the_denoisers(tmp_path):
 
 
 def test_each_alpha_of_a_file_counts():
-    # Diffusers finds no module for most of kohya's alphas where they differ, and applies the
-    # commonest one to all modules of a component.
+    # Where kohya's alphas differ, diffusers finds no module for most of them and applies the
+    # commonest one to all modules of a component. So the expected values are computed here.
     model = MultiLoRAPipeline(PIPELINES["SDXL"](), backend="torch_ref")
     tensors = _with_alphas(SDXL_SGM, model.pipe, lambda index: 1.0 + index)
     deltas = of_ours(model, tensors)

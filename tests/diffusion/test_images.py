@@ -1,4 +1,4 @@
-"""Images of one batch with an adapter each, against diffusers' own adapters image by image."""
+"""A batch with an adapter per image equals diffusers' own adapters, run image by image."""
 
 import runpy
 from pathlib import Path
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_each_image_is_that_of_its_adapter_alone(name):
     worst, effect = compared(name)
     assert worst < BOUND
-    assert effect > 1000 * BOUND  # else a lost or exchanged adapter would not show
+    assert effect > 1000 * BOUND  # so that a lost or exchanged adapter would show
 
 
 @pytest.mark.sweep

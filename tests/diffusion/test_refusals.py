@@ -1,4 +1,4 @@
-"""Pipelines, files and calls that are refused by name, with nothing changed."""
+"""Unsupported pipelines, files and calls are refused by name, and change nothing."""
 
 import re
 
@@ -148,12 +148,12 @@ FLUX_KOHYA = {
         ),
         (pair(alpha=torch.ones(2)), "an alpha is no number"),
         ({f"{TO_Q}.lokr_w1": torch.ones(2, 2)}, "lokr_w1"),
-        # of ComfyUI: diffusers filters out the T5 encoder
+        # ComfyUI's name for the T5 encoder, which diffusers drops
         (
             FLUX_KOHYA | {"text_encoders.t5xxl.transformer.a.lora_down.weight": torch.ones(2, 2)},
             "drops a part[\\s\\S]*t5xxl",
         ),
-        # diffusers' converter forgets the prefix of layers outside of the blocks
+        # diffusers' converter loses the prefix of layers outside of the blocks
         (
             FLUX_KOHYA
             | {
@@ -241,7 +241,7 @@ def test_rows_that_are_not_those_of_the_images_are_refused(flux):
     with flux._running(["anime", None], images=1):
         transformer(**transformer_inputs(2, 2))
         with pytest.raises(UnsupportedInputError, match="module time_text_embed.*linear_1"):
-            # one timestep for both images: its layers see one row, which is no image's alone
+            # One timestep for both images: its layers see one row, which belongs to both.
             transformer(**transformer_inputs(2, 1))
     for rows in (1, 3, 4):
         with flux._running(["anime", None], images=1):
@@ -251,12 +251,12 @@ def test_rows_that_are_not_those_of_the_images_are_refused(flux):
         with pytest.raises(UnsupportedInputError, match="controlnet_block_samples"):
             samples = [torch.zeros(2, 8, 32)]
             transformer(**transformer_inputs(2, 2), controlnet_block_samples=samples)
-    with flux._running(["anime"], images=1):  # one adapter for all needs no rows
+    with flux._running(["anime"], images=1):  # with one adapter, any number of rows is right
         transformer(**transformer_inputs(3, 3))
 
 
 def test_a_strength_of_dora_is_refused(flux):
-    # set_adapters changes the norm of DoRA with the strength; one set of output_scales does not.
+    # In set_adapters the norm of DoRA depends on the strength; the slot's output_scales do not.
     flux.load_adapter("dora", pair(lora_magnitude_vector=torch.ones(32)))
     with flux._running([{"dora": 1.0}], images=1):
         pass
@@ -273,7 +273,7 @@ def test_a_module_outside_of_its_models_pass_is_refused(flux):
     with flux._running(["anime", None], images=1):
         with pytest.raises(UnsupportedInputError, match="outside of the model's forward pass"):
             block(torch.ones(2, 8, 4))
-        # and after an error in a pass the next one starts anew
+        # after an error in a pass, the next pass starts anew
         with pytest.raises(UnsupportedInputError, match="a pass of 3 rows"):
             flux.pipe.transformer(**transformer_inputs(3, 3))
         flux.pipe.transformer(**transformer_inputs(2, 2))

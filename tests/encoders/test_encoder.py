@@ -1,4 +1,4 @@
-"""Every text of an embedder or reranker gets what PEFT computes with its adapter alone."""
+"""Every text of an embedder or reranker gets the result of PEFT with its adapter alone."""
 
 import copy
 import pickle
@@ -56,7 +56,7 @@ def peft_of(base, name, i):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return the folder of each base model with its tokenizer, and of its adapters."""
+    """Save each base model with its tokenizer and adapters; return the folders by name."""
     root, found = tmp_path_factory.mktemp("encoders"), {}
     vocabulary = root / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
@@ -88,7 +88,7 @@ def made(name, saved):
 
 @pytest.fixture
 def make(saved):
-    """Return a function that makes an encoder, with adapters, and a function that detaches all."""
+    """Return a function that makes an encoder with adapters; all are detached at the end."""
     open_ = []
 
     def wrapped(name, **options):

@@ -1,11 +1,11 @@
-"""A few hundred random calls and command lines in every run; the scripts beside do more."""
+"""A few hundred random calls and command lines in every run; `tests.fuzz` runs more."""
 
 import pytest
 
 pytest.importorskip("peft", reason="the modules beside are made with PEFT's functions")
 
-from fuzz import commands
 from fuzz.calls import run as calls
+from fuzz.commands import run as commands
 from fuzz.running import new_result, run_cases
 
 from lora_backends.dispatch.gradients import differentiate

@@ -1,4 +1,4 @@
-"""A few hundred of the fuzzer's cases in every run; tests/fuzz/checkpoints.py does more."""
+"""A few hundred of the fuzzed checkpoints in every run; `tests.fuzz.checkpoints` reads more."""
 
 import json
 
@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("peft", reason="the cases are made with PEFT's functions")
 
-from fuzz.checkpoint_cases import Case
-from fuzz.checkpoints import opened
-from fuzz.folders import is_targeted
+from fuzz.checkpoints.cases import Case
+from fuzz.checkpoints.folders import is_targeted
+from fuzz.checkpoints.run import opened
 from fuzz.running import new_result, run_cases
 
 CASES = 300

@@ -1,12 +1,14 @@
 """Compiles the engines' kernels without a device, see `compiled_by_a_process`.
 
 The kernels, their constants and options are those that `sgmv.launch` launches for a spread of
-layers and batches. Each form of each kernel is compiled to the end in a small shape, as time goes
-with the size of the code; shapes that take the most shared memory go as far as its allocation.
+layers and batches. Compiling takes longer the larger the code is. So each form of each kernel is
+compiled fully in a small shape; shapes that take the most shared memory are compiled only until
+Triton has allocated it.
 
-One process compiles for targets that generate code almost alike. The first goes to the end. On the
-others one kernel of each name does. Kernels with other sizes than on the first, and those that take
-more than half of the room, go as far as the allocation of shared memory.
+One process compiles for several targets with almost the same code. For the first, kernels are
+compiled as above. For each other target, one kernel of each name is compiled fully; those with
+sizes that the first did not have, or that take more than half of the target's shared memory, are
+compiled until the allocation.
 """
 
 import math
@@ -35,14 +37,13 @@ GPUS = {  # multiprocessors, and shared memory of a program
     ("hip", "gfx942"): (304, 64 << 10),
 }
 SHARED_ALONE = [("cuda", 89)]
-"""Targets for which no kernel is compiled to the end."""
+"""Targets for which no kernel is compiled fully."""
 BARRIERS = 64  # bytes
 POINTERS = {
     "ranks_ptr": "*i32",
     "scalings_ptr": "*fp32",
     "slot_table_ptr": "*i32",
     "token_table_ptr": "*i32",
-    "num_tiles_ptr": "*i32",
     "starts_ptr": "*i32",
     "tokens_ptr": "*i32",
     "slots_ptr": "*i32",
@@ -103,7 +104,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
         (SMALL, (64, 8), None, ("linear blocks",)),
         (QKV, (8192, 8), None, ("linear int8",)),  # B through TMA
     ],
-    # B through TMA, where there is any
+    # B through TMA, where the target has it
     ("triton", "fp16"): [(DOWN[:2] + (16,), (8192, 8), None, ("factors",))],
     ("triton", "fp32"): [(SMALL, (2048, 8), None, ("linear",))],
     # the engines differ in how an entry kernel finds its row: tests/sgmv/test_engines.py
@@ -178,7 +179,7 @@ class Variant(NamedTuple):
     kernel: Any  # a `SpecializedKernel`
     dtype: str  # of the weights
     pointers: dict = {}  # dtypes of arguments, beside `POINTERS`
-    whole: bool = True  # False: compiled as far as shared memory
+    whole: bool = True  # whether to compile fully, or only until shared memory is allocated
 
     @property
     def name(self):
@@ -186,20 +187,20 @@ class Variant(NamedTuple):
 
     @property
     def settings(self):
-        """All that the code depends on."""
+        """Everything that the code depends on."""
         own = str(self.kernel.constants), str(self.kernel.options), str(self.pointers)
         return self.name, self.dtype, *own
 
     @property
     def room(self):
-        """The settings that shared memory depends on, on targets with almost the same code."""
+        """The settings that decide shared memory, the same on targets with almost the same code."""
         parts = r"(PROGRAMMATIC|SPLIT_K|'PROGRAMS')[=:] ?\w+", r"FIRST_PROGRAMS=\([^)]*\)"
         free = "|".join((*parts, r", 'launch_pdl': \w+"))
         return re.sub(free, "", "".join(map(str, self.settings)))
 
 
 def source_of(variant, target):
-    """Return a kernel as Triton's source and options: all strides are multiples of 16."""
+    """Return the source and options that Triton compiles; all strides are multiples of 16."""
     from triton.compiler import ASTSource
 
     from lora_backends.sgmv.launching.kernel import STAGES_ON_ROCM
@@ -234,7 +235,7 @@ def source_of(variant, target):
 
 
 def compiled_shared(variant, target):
-    """Compile a kernel to the end; return the bytes of shared memory that it takes."""
+    """Compile a kernel fully; return the bytes of shared memory that it takes."""
     import triton
 
     source, options = source_of(variant, target)
@@ -245,9 +246,9 @@ def compiled_shared(variant, target):
 
 
 def allocated_shared(variant, target):
-    """Compile a kernel as far as its shared memory is allocated; return the bytes.
+    """Compile a kernel until its shared memory is allocated, and return the bytes.
 
-    That takes a third of the time.
+    This takes a third of the time of `compiled_shared`.
     """
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
@@ -295,7 +296,7 @@ def add_allocation(manager, target, options):
 
 
 def check_shared(variant, target, shared):
-    """Check that a kernel has the room that it takes, and that the rules know how much it takes."""
+    """Check that a kernel's shared memory fits on the target and into what the rules expect."""
     assert shared <= gpu_of(target).shared_bytes, (variant, shared)
     if isinstance(variant.kernel.sizes, ShrinkSizes):
         assert shared <= BARRIERS + most_shared_bytes(variant.kernel, variant.dtype), variant
@@ -422,7 +423,7 @@ def kernels(cases, engine, dtype, programmatic, gpu):
 
 
 def blend_kernels(dtype, cases, programmatic, gpu):
-    """Yield the kernels for several adapters per token of cases as above."""
+    """Yield the kernels for several adapters per token of cases as in `BLENDS`."""
     import torch
 
     from lora_backends.csgmv import CsgmvBackend
@@ -430,7 +431,7 @@ def blend_kernels(dtype, cases, programmatic, gpu):
     from lora_backends.sgmv.blends.launch import kernels_for
     from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
     from lora_backends.sgmv.tiles import rules
-    from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
+    from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, power_of_two
     from lora_backends.sgmv.tiles.source import rules_for
 
     options = launch.Options(
@@ -444,7 +445,7 @@ def blend_kernels(dtype, cases, programmatic, gpu):
             kind = storage_kind(getattr(torch, name), programmatic)
             storage = Storage(kind, block, torch.bfloat16)
         batch = BatchShape(tokens, sets, rules.tile_tokens(tokens, sets))
-        sizes = adapters, 1 << (2 * adapters - 1).bit_length()
+        sizes = adapters, power_of_two(2 * adapters)
         aligns = (0, 0) if has_bias else (16, 16)
         yield from kernels_for(batch, layer, slices, sizes, has_bias, aligns, storage, options)[:2]
 
@@ -500,30 +501,33 @@ def main(*modules):
             done.add(variant.settings)
             taken[variant.room] = max(shared, taken.get(variant.room, 0))
             step = "compiled" if variant.whole else "allocated"
-            print(said(variant, first, step), shared, flush=True)
+            print(report(variant, first, step), shared, flush=True)
     for target in others:
         check_like(target, list(each_variant(modules, target)), taken)
 
 
 def check_like(target, found, taken):
-    """Check the kernels of a target with almost the code of one for which `taken` is known."""
+    """Check a target's kernels; `taken` has the shared memory on targets with almost the same code.
+
+    It gains the shared memory of settings that were new.
+    """
     own = {}  # shared memory on this target
-    ended = {}  # one variant of each kernel, with a matrix product if there is such a one
+    named = {}  # one variant of each kernel, with a matrix product if there is one
     for variant in found:
         shared = own.get(variant.room)
         if shared is None:
             shared = taken.get(variant.room)
             if shared is None or 2 * shared > gpu_of(target).shared_bytes:
                 own[variant.room] = shared = allocated_shared(variant, target)
-                print(said(variant, target, "allocated"), shared, flush=True)
+                print(report(variant, target, "allocated"), shared, flush=True)
         check_shared(variant, target, shared)
-        if variant.whole and (variant.name not in ended or not is_tiled(ended[variant.name])):
-            ended[variant.name] = variant
-    for variant in ended.values() if (target.backend, target.arch) not in SHARED_ALONE else ():
+        if variant.whole and (variant.name not in named or not is_tiled(named[variant.name])):
+            named[variant.name] = variant
+    for variant in named.values() if (target.backend, target.arch) not in SHARED_ALONE else ():
         shared = compiled_shared(variant, target)
         check_shared(variant, target, shared)
         assert shared == own.get(variant.room, shared), variant
-        print(said(variant, target, "compiled"), shared, flush=True)
+        print(report(variant, target, "compiled"), shared, flush=True)
     for room, shared in own.items():
         taken.setdefault(room, shared)
 
@@ -533,7 +537,7 @@ def each_variant(modules, target):
         yield from module.variants(target)
 
 
-def said(variant, target, step):
+def report(variant, target, step):
     return f"{target.backend}:{target.arch} {step} {variant.label} {variant.name.split('.')[-1]}"
 
 

@@ -1,6 +1,6 @@
-"""Random diffusers pipelines of the shapes of SDXL, Flux, Qwen-Image, Stable Diffusion and SD3.
+"""Tiny random pipelines with the architectures of Stable Diffusion, SDXL, SD3, Flux and Qwen-Image.
 
-They are built from configurations, with a vocabulary of letters: nothing is downloaded. Images are
+They are built from configurations and a vocabulary of letters: nothing is downloaded. Images are
 latents of 8x8, in float32 on the CPU, and the schedulers draw no random numbers.
 """
 
@@ -87,7 +87,7 @@ def _vae(**changes):
 
 
 def _spread(module):
-    """Return a module with values that are no zeros and ones, in eval mode."""
+    """Add noise to biases and norms, which start as zeros and ones, and set eval mode."""
     for parameter in module.parameters():
         if parameter.ndim < 2:
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -106,7 +106,7 @@ def _unet(**changes):
 
 
 def stable_diffusion():
-    """Return a pipeline of the shape of Stable Diffusion 1.5."""
+    """Return a tiny Stable Diffusion 1.5."""
     torch.manual_seed(0)
     return StableDiffusionPipeline(
         vae=_vae(),
@@ -121,7 +121,7 @@ def stable_diffusion():
 
 
 def sdxl():
-    """Return a pipeline of the shape of SDXL."""
+    """Return a tiny SDXL."""
     torch.manual_seed(0)
     unet = _unet(
         attention_head_dim=(2, 4),
@@ -144,7 +144,7 @@ def sdxl():
 
 
 def sd3():
-    """Return a pipeline of the shape of Stable Diffusion 3, without T5."""
+    """Return a tiny Stable Diffusion 3, without T5."""
     torch.manual_seed(0)
     transformer = SD3Transformer2DModel(
         sample_size=8,
@@ -172,7 +172,7 @@ def sd3():
 
 
 def flux():
-    """Return a pipeline of the shape of Flux."""
+    """Return a tiny Flux."""
     torch.manual_seed(0)
     transformer = FluxTransformer2DModel(
         patch_size=1,
@@ -198,7 +198,7 @@ def flux():
 
 
 def qwen_image():
-    """Return a pipeline of the shape of Qwen-Image, for embeddings of prompts."""
+    """Return a tiny Qwen-Image without a text encoder; it takes embeddings of prompts."""
     torch.manual_seed(0)
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
@@ -235,15 +235,15 @@ PIPELINES = {
     "Flux": flux,
     "Qwen-Image": qwen_image,
 }
-"""By the name of a model."""
+"""Makers of pipelines, by name of the model."""
 
 
 TASKS = ("Img2Img", "Inpaint")
-"""Of the pipelines that also take an image, as their classes are named."""
+"""Tasks with an image, as in the names of pipeline classes."""
 
 
 def make(name, task=""):
-    """Return a pipeline, from text alone or with an image."""
+    """Return a pipeline of a model for text to image, or for one of `TASKS`."""
     pipe = PIPELINES[name]()
     if not task:
         return pipe
@@ -256,7 +256,7 @@ def make(name, task=""):
 
 
 def arguments(pipe, prompts, images=1, **changes):
-    """Return arguments of a call: two steps with guidance, images as latents."""
+    """Return the arguments of a call with guidance, few steps, and latents as output."""
     given = {
         "height": 16,
         "width": 16,
@@ -279,7 +279,7 @@ def arguments(pipe, prompts, images=1, **changes):
     else:
         given |= {"prompt": prompts, "negative_prompt": [""] * len(prompts), "guidance_scale": 3.0}
     names = inspect.signature(type(pipe).__call__).parameters
-    if "image" in names:  # one for each prompt: else all share the noise of the first generator
+    if "image" in names:  # one per prompt; with one for all, every image has the same noise
         image = torch.rand(1, 3, 16, 16, generator=torch.Generator("cpu").manual_seed(3))
         mask = torch.zeros(len(prompts), 1, 16, 16)
         mask[..., 4:12] = 1
@@ -290,7 +290,7 @@ def arguments(pipe, prompts, images=1, **changes):
 
 
 def _embeddings(prompts):
-    """Return what a text encoder might give for prompts."""
+    """Return random embeddings, one per prompt."""
     rows = [
         torch.randn(7, 16, generator=torch.Generator("cpu").manual_seed(len(p))) for p in prompts
     ]
@@ -301,7 +301,7 @@ def _embeddings(prompts):
 
 
 def run(pipe, prompts, images=1, call=None, **changes):
-    """Return the latents of the images of a call."""
+    """Return the latents of the images that a call makes."""
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad():
         return (call or pipe)(**arguments(pipe, prompts, images, **changes)).images

@@ -1,12 +1,13 @@
 """Tensors per slice, halves, factors and plans with room, against `torch_ref` in float64."""
 
+import doctest
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lora_backends import LoRABatch, LoRAWeights
-from lora_backends.numba_cpu import NumbaCPUBackend, launch
+from lora_backends.numba_cpu import NumbaCPUBackend, blends, launch
 from lora_backends.numba_cpu.config import LONG_SEGMENT, MAX_SEGMENT
 from lora_backends.numba_cpu.machine.openmp import torch_openmp
 from lora_backends.torch_ref import TorchRefBackend
@@ -211,3 +212,8 @@ def test_all_adapters_of_a_token_are_added_in_one_pass_and_rounded_once(dtype, t
         one_rounding = torch.finfo(dtype).eps / 2 * wanted.abs() + 1e-5 * wanted.abs().max()
         assert ((y.float() - wanted).abs() <= one_rounding).all()
         assert torch.equal(y[0], base[0])
+
+
+def test_worked_examples_of_blends():
+    failed, attempted = doctest.testmod(blends)
+    assert attempted and not failed

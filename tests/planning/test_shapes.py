@@ -1,4 +1,4 @@
-"""The planner's bytes are the pool's."""
+"""The plan's bytes equal those of the real model, cache and pool."""
 
 import json
 
@@ -14,7 +14,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 @pytest.fixture
 def config_of(tmp_path):
-    """Return a function that saves the configuration of a model, and its folder."""
+    """Return a function that saves the configuration of a model and returns its folder."""
 
     def save(model):
         model.config.save_pretrained(tmp_path / "config")

@@ -1,4 +1,4 @@
-"""The simulated pool decides as the real one, and the fleet's answers follow from it."""
+"""The simulated pool decides as the real one, and plans follow from the simulation."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from lora_backends.adapters.pool import policy
 from lora_backends.planning.cards import Card, Measured
 from lora_backends.planning.fleet import Fleet, make_plan
 from lora_backends.planning.shapes import Layer, ModelShapes
-from lora_backends.planning.simulation import WARM_UP, Times, simulate
+from lora_backends.planning.simulation import WARM_UP, Simulation, Times
 from lora_backends.planning.traffic import Request, Traffic
 
 TIMES = Times(step=lambda rows, adapters: 0.01, prompt=lambda tokens: 0.0, load=0.0, read=0.0)
@@ -48,9 +48,9 @@ def test_hits_are_those_of_a_replay_through_the_real_store(folder, slots, rows, 
     pool = AdapterPool({"q": ModuleSpec("linear", 6, 4)}, slots, 2)
     store = AdapterStore(pool, cpu_bytes=80 * in_memory, folder=folder, watch_s=None)
     requests = Traffic(40, 40.0, output_tokens=20, requests=500).draw()
-    outcome = simulate(
+    outcome = Simulation(
         requests, TIMES, slots=slots, rows=rows, adapter_bytes=80, memory_bytes=80 * in_memory
-    )
+    ).run()
     held, hits, reads, counted = {}, 0, 0, 0
     for event, number, name in outcome.trace:
         if event == "end":
@@ -72,7 +72,7 @@ def test_hits_are_those_of_a_replay_through_the_real_store(folder, slots, rows, 
 
 def test_every_request_begins_once_and_ends():
     requests = Traffic(30, 100.0, output_tokens=10, requests=300).draw()
-    outcome = simulate(requests, TIMES, slots=3, rows=6, adapter_bytes=1, memory_bytes=5)
+    outcome = Simulation(requests, TIMES, slots=3, rows=6, adapter_bytes=1, memory_bytes=5).run()
     begun = [number for event, number, _ in outcome.trace if event == "begin"]
     ended = [number for event, number, _ in outcome.trace if event == "end"]
     assert sorted(begun) == sorted(ended) == list(range(300))
@@ -81,38 +81,41 @@ def test_every_request_begins_once_and_ends():
 
 
 def test_a_batch_of_one_row_waits_as_a_queue_does():
-    """Requests of one step each: the wait is the time that those before it still take."""
+    """Requests of one step each: a request waits for the steps of those before it."""
     requests = [Request(0.0, 0, 1, 1)] * 5
     times = TIMES._replace(step=lambda rows, adapters: 1.0)
-    outcome = simulate(requests, times, slots=1, rows=1, adapter_bytes=1, memory_bytes=1)
-    assert outcome.wait_p50_s == pytest.approx(2.5)  # of 1, 2, 3, 4; the first warms up
+    outcome = Simulation(requests, times, slots=1, rows=1, adapter_bytes=1, memory_bytes=1).run()
+    # the median of 1, 2, 3 and 4; the first request is the warm-up
+    assert outcome.wait_p50_s == pytest.approx(2.5)
     assert outcome.hit_rate == 1.0 and outcome.mean_rows == 1.0
 
 
 def test_copies_and_reads_take_their_times():
     requests = [Request(float(i), i % 2, 1, 1) for i in range(10)]
     times = TIMES._replace(load=0.1, read=0.3)
-    outcome = simulate(requests, times, slots=1, rows=1, adapter_bytes=1, memory_bytes=1)
+    outcome = Simulation(requests, times, slots=1, rows=1, adapter_bytes=1, memory_bytes=1).run()
     assert outcome.disk_rate == 1.0 and outcome.wait_p50_s == pytest.approx(0.4)
     assert outcome.loading == pytest.approx(0.1, rel=0.2)
-    warm = simulate(requests, times, slots=2, rows=1, adapter_bytes=1, memory_bytes=2)
+    warm = Simulation(requests, times, slots=2, rows=1, adapter_bytes=1, memory_bytes=2).run()
     assert warm.hit_rate == 1.0 and warm.wait_p95_s == pytest.approx(0.0)
 
 
 def test_a_first_step_comes_after_all_that_begins_with_it():
-    """Three requests at once: their prompts and copies hold the batch before the first step."""
+    """Three requests at once: all their prompts and copies precede the first step."""
     requests = [Request(0.0, i, 1, 1) for i in range(3)]
     times = TIMES._replace(prompt=lambda tokens: 1.0, load=0.5)
-    outcome = simulate(requests, times, slots=3, rows=3, adapter_bytes=1, memory_bytes=3)
+    outcome = Simulation(requests, times, slots=3, rows=3, adapter_bytes=1, memory_bytes=3).run()
     assert outcome.wait_p50_s == outcome.wait_p95_s == pytest.approx(4.5)
 
 
 def test_a_disk_reads_one_adapter_at_a_time():
     requests = [Request(0.1 * i, i, 1, 1) for i in range(100)]
     times = TIMES._replace(read=0.3)
-    outcome = simulate(requests, times, slots=9, rows=9, adapter_bytes=1, memory_bytes=9)
+    outcome = Simulation(requests, times, slots=9, rows=9, adapter_bytes=1, memory_bytes=9).run()
     assert outcome.wait_p95_s > 15 and not outcome.keeps_up
-    assert simulate(requests, TIMES, slots=9, rows=9, adapter_bytes=1, memory_bytes=9).keeps_up
+    assert (
+        Simulation(requests, TIMES, slots=9, rows=9, adapter_bytes=1, memory_bytes=9).run().keeps_up
+    )
 
 
 def test_slots_of_a_fleet_that_is_overrun_are_not_good_enough():
@@ -120,21 +123,21 @@ def test_slots_of_a_fleet_that_is_overrun_are_not_good_enough():
     plan = make_plan(MODEL, Traffic(100, 1e5, requests=2000), CARD, fleet)
     assert plan.thrashes_below is None
     late = [Request(0.001 * i, 0, 1, 1) for i in range(4000)]
-    stopped = simulate(
+    stopped = Simulation(
         late, TIMES._replace(step=lambda rows, adapters: 0.01), slots=1, rows=1,
         adapter_bytes=1, memory_bytes=1,
-    )  # fmt: skip
+    ).run()  # fmt: skip
     assert not stopped.keeps_up and stopped.wait_p95_s > stopped.wait_p50_s > 0.1
 
 
 def test_memory_is_not_added_up_again_for_each_adapter(monkeypatch):
-    """Else the time of a plan grows with the square of the adapters."""
+    """Otherwise the time of a plan would grow with the square of the number of adapters."""
     sums = []
     monkeypatch.setattr(policy, "sum", lambda values: sums.append(1), raising=False)
-    simulate(
+    Simulation(
         Traffic(500, 20.0, requests=50).draw(), TIMES, slots=8, rows=8, adapter_bytes=2,
         memory_bytes=301, in_memory=range(500)[::-1],
-    )  # fmt: skip
+    ).run()  # fmt: skip
     assert not sums
 
 

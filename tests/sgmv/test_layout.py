@@ -12,7 +12,9 @@ import torch
 
 from lora_backends import LoRABatch, csgmv
 from lora_backends.csgmv import plan as csgmv_plan
+from lora_backends.dispatch import many_adapters
 from lora_backends.sgmv import layout
+from lora_backends.sgmv.blends import plan as blends
 from lora_backends.sgmv.launching.kernel import ABSENT
 from lora_backends.triton import plan as triton_plan
 
@@ -76,7 +78,7 @@ def random_batches(seed, count, tokens):
         yield [generator.randint(-1, num_slots - 1) for _ in range(length)], num_slots
 
 
-@pytest.mark.parametrize("module", [layout, csgmv, csgmv_plan])
+@pytest.mark.parametrize("module", [layout, csgmv, csgmv_plan, blends, many_adapters])
 def test_worked_examples_of_functions(module):
     failed, attempted = doctest.testmod(module)
     assert attempted and not failed

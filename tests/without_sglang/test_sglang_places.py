@@ -260,9 +260,9 @@ def test_lora_of_an_end_that_sglang_reads_past_is_refused():
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("base_model.model.score.lora_A.weight", "leaves it out"),
-        ("base_model.model.visual.blocks.0.attn.qkv.lora_A.weight", "leaves it out"),
-        ("base_model.model.transformer.word_embeddings.lora_embedding_A", "leaves it out"),
+        ("base_model.model.score.lora_A.weight", "ignores it"),
+        ("base_model.model.visual.blocks.0.attn.qkv.lora_A.weight", "ignores it"),
+        ("base_model.model.transformer.word_embeddings.lora_embedding_A", "ignores it"),
         (
             "base_model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight",
             "language model's layer",

@@ -33,7 +33,8 @@ _TRAINED_BESIDE = re.compile(
 GATHER = "gather the parameters on one process, and save the adapter again with save_pretrained"
 _CONVERT = "convert the adapter to PEFT's format"
 
-# Names in a folder without an adapter of PEFT; the first hit wins.
+# For folders without an adapter of PEFT: patterns of file names, the kind of weights, the remedy.
+# The first match wins.
 _FOREIGN = (
     (r"adapters\.(safetensors|npz)", "weights of MLX", _CONVERT),
     (
@@ -169,7 +170,7 @@ def no_weights(folder: Path) -> InvalidInputError:
 
 
 def _foreign(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return the kind of weights that a folder holds in the place of PEFT's, and the remedy."""
+    """Return the kind of weights that a folder holds instead of PEFT's, and the remedy."""
     names = sorted(names)
     for pattern, kind, to_do in _FOREIGN:
         found = [name for name in names if re.fullmatch(pattern, name)]

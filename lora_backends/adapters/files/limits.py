@@ -60,7 +60,7 @@ class LoadLimits:
     def exceeded(
         self, name: str, path: Path, given: str | list[str], needed: float, **also: float
     ) -> InvalidInputError:
-        """Return the error that names a limit and how to raise it, with others beside it."""
+        """Return the error that names a limit and how to raise it, and those in `also`."""
         what = f"the checkpoint is beyond the limit {name}"
         raised = {name: needed, **also}
         to_do = (

@@ -12,11 +12,16 @@ MOST_FACTS = 20
 
 
 def problem(
-    path: Path, what: str, given: str | list[str], allowed: str, to_do: str | None = None
+    path: Path,
+    what: str,
+    given: str | list[str],
+    allowed: str,
+    to_do: str | None = None,
+    kind: str = "PEFT checkpoint",
 ) -> str:
-    """Return the message of an error about one file."""
+    """Return the message of an error about one file of a kind."""
     facts = [given] if isinstance(given, str) else given
-    lines = [f"cannot read the PEFT checkpoint: {what}", f"  file: {path}"]
+    lines = [f"cannot read the {kind}: {what}", f"  file: {path}"]
     lines += [f"  given: {fact}" for fact in facts[:MOST_FACTS]]
     if len(facts) > MOST_FACTS:
         lines.append(f"  given: ... and {len(facts) - MOST_FACTS} more")

@@ -25,7 +25,7 @@ def read_safetensors(path: Path, limits: LoadLimits) -> dict[str, Tensor]:
 
 
 def read_with_metadata(path: Path, limits: LoadLimits) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors as `read_safetensors`, and the words of ``__metadata__`` in the header."""
+    """Return the tensors as `read_safetensors`, and the header's ``__metadata__``."""
     content = read_bytes(path, limits.file_bytes, limits.file_too_large)
     check_pointer(path, content)
     _check_size(content, path, limits)
@@ -41,9 +41,9 @@ def read_with_metadata(path: Path, limits: LoadLimits) -> tuple[dict[str, Tensor
         message = problem(path, "the file is damaged", given, "a safetensors file", to_do)
         raise InvalidInputError(message) from error
     length = int.from_bytes(content[:8], "little")
-    # The library has read the header: it is an object whose metadata is text.
+    # safetensors has checked the header: an object whose metadata maps text to text.
     metadata: dict[str, str] = json.loads(content[8 : 8 + length]).get("__metadata__") or {}
-    # The library gives them in any order.
+    # safetensors returns them in any order.
     return {name: tensors[name] for name in sorted(tensors)}, metadata
 
 

@@ -70,7 +70,7 @@ _OTHER_TENSORS = {
     "torch._tensor _rebuild_from_type_v2": "shards (DTensor) that FSDP2 left on one process, or "
     "another subclass of tensors",
 }
-"""Functions that a pickle names for tensors that are not read."""
+"""Functions by which a pickle rebuilds tensors that this reader does not support."""
 
 _MOST_AXES = 16
 

@@ -119,11 +119,11 @@ class _Source:
     names: Collection[str]  # of the modules with LoRA
     rules: Mapping[str, ModuleRule]  # by module path, and by path of the weight
     options: ReadOptions
-    others: Mapping[str, OtherName]  # paths for parts of the base model's modules, or several
+    others: Mapping[str, OtherName]  # paths that only a fused or split model has
 
     @cached_property
     def specs(self) -> Mapping[str, ModuleSpec] | None:
-        """The modules that a file may name, by path; None if the base model is not known."""
+        """Every module that the file may name, by path; None if the base model is not known."""
         modules = self.options.modules
         if modules is None:
             return None
@@ -278,7 +278,7 @@ def _with_promises(source: _Source, checkpoint: Checkpoint, used: set[str]) -> C
     Args:
         source: of the checkpoint.
         checkpoint: without its promises.
-        used: the paths in it that the base model has as parts of modules, or as several.
+        used: the paths of `source.others` that the file has LoRA for.
     """
     config, replacements = source.config, checkpoint.own
     known = {*(source.options.modules or ()), *source.others}
@@ -408,7 +408,7 @@ def _read_delta(source: _Source, module: str, parts: Mapping[str, Tensor]) -> Mo
     wide = _width(lora_a, 1) if spec is None else spec.in_features
     high = _width(lora_b, 0) if spec is None else spec.out_features
     shapes: dict[str, tuple[int, ...]] = {name_a: (rank, wide), name_b: (high, rank)}
-    # Of a shard of FSDP2, the other matrix still has as many columns as there were rows.
+    # FSDP2 splits rows: in a shard, A has fewer than the rank, and B still has all its columns.
     is_shard = lora_a.ndim == lora_b.ndim == 2 and lora_a.shape[0] < lora_b.shape[1] == rank
     shapes[_BIAS] = shapes[_MAGNITUDE] = (high,)
     shapes[_BASE_WEIGHT] = (high, wide) if kind == "linear" else (wide, high)
@@ -523,7 +523,7 @@ def _missing_module(
     if fused is not None:
         what = f"the base model computes {module!r} with others as {fused!r}"
         facts.append(f"LoRA for {module!r}")
-        allowed = "a fused module whose class is known, so that the order of its columns is"
+        allowed = "fused modules of classes whose order of columns this library knows"
         to_do = "load it on the model it was trained on"
         return UnsupportedInputError(problem(source.path, what, facts, allowed, to_do))
     if mine > theirs >= 0:

@@ -1,9 +1,9 @@
-"""Adapters whose model splits a projection that the base model fuses, or the other way round.
+"""Converts adapters whose model splits a projection that the base model fuses, or the reverse.
 
-fused base    q_proj, k_proj, v_proj -> qkv_proj: A one below the other, B in its part's columns
+fused base    q_proj, k_proj, v_proj -> qkv_proj: A stacked, B block by block at its part's outputs
 split base    qkv_proj -> q_proj, k_proj, v_proj: the same A, and each part's rows of B
 
-Both compute what PEFT computes on a model with the adapter's own modules and the same weights.
+The result equals PEFT's on a model with the adapter's own modules and the same weights.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SPLIT = {
     ("self_attn", "qkv_proj"): ("q_proj", "k_proj", "v_proj"),
     ("mlp", "gate_up_proj"): ("gate_proj", "up_proj"),
 }
-"""Fused modules whose columns are those of the parts, one part after the other, in every decoder of
-Transformers with such names that has a split form (Phi-3, GLM)."""
+"""By owner and name of a fused module: its parts, whose output columns follow one another. This
+holds for every decoder of Transformers with these names (Phi-3, GLM)."""
 
 FUSED_NAMES = frozenset("qkv_proj query_key_value Wqkv c_attn qkv gate_up_proj in_proj_qkv".split())
 _PARTS = frozenset("q_proj k_proj v_proj gate_proj up_proj in_proj_q in_proj_k in_proj_v".split())
@@ -30,21 +30,21 @@ _PARTS = frozenset("q_proj k_proj v_proj gate_proj up_proj in_proj_q in_proj_k i
 
 @dataclass(frozen=True)
 class OtherName:
-    """A path that the base model lacks, for columns of modules that it has."""
+    """A path that the base model lacks, for output columns of modules that it has."""
 
     spec: ModuleSpec
     places: tuple[tuple[str, Tensor], ...]
-    """Paths of the base model's modules, and for each either the columns of the fused module (one
-    place), or those columns of the fused path that are the module's (several places)."""
+    """Paths of base modules, each with int64 indices of columns. One place: this path's columns in
+    the fused base module. Several: the columns of each base module in this fused path."""
 
     @property
     def is_part(self) -> bool:
-        """Whether it is a part of one module; else several modules are parts of it."""
+        """Whether it is a part of one base module; else several base modules are its parts."""
         return len(self.places) == 1
 
 
 def other_names(modules: Mapping[str, ModuleSpec]) -> dict[str, OtherName]:
-    """Return the paths of the parts of fused modules, and those that would fuse split ones."""
+    """Return paths of parts of the base's fused modules, and of fused forms of its split ones."""
     names: dict[str, OtherName] = {}
     for path, spec in modules.items():
         parent, _, last = path.rpartition(".")
@@ -76,7 +76,7 @@ def _fused(path: str, found: list[tuple[str, ModuleSpec | None]]) -> dict[str, O
 
 
 def order_unknown(module: str, modules: Mapping[str, ModuleSpec]) -> str | None:
-    """Return the module that fuses a missing one with others in an order that is not known."""
+    """Return the base module that may fuse a missing one in an unknown order, or None."""
     parent, _, last = module.rpartition(".")
     if last not in _PARTS:
         return None
@@ -90,9 +90,9 @@ def without_second_names(
     served: Collection[str],
     used: Collection[str],
 ) -> list[str]:
-    """Return targeted paths without those that only name a module of the base model again.
+    """Return targeted paths without second names of modules that are targeted anyway.
 
-    A configuration may name q_proj and qkv_proj, of which the adapter's own model had one.
+    A configuration may target q_proj and qkv_proj, although its own model had only one of them.
 
     Args:
         targeted: paths that the configuration targets, and the file has no LoRA for.
@@ -131,8 +131,8 @@ def as_base(
         needed: the `max_rank` that has room for all of them.
 
     Raises:
-        InvalidInputError: two deltas are for the same columns; or parts need more rank together.
-        UnsupportedInputError: parts that can only be trained or served alone.
+        InvalidInputError: two deltas are for one module, or the ranks of parts exceed `max_rank`.
+        UnsupportedInputError: PiSSA or OLoRA, or DoRA of only some parts of a fused module.
     """
     result = {path: delta for path, delta in deltas.items() if path not in names}
     parts_of: dict[str, list[tuple[ModuleDelta, Tensor]]] = {}
@@ -141,8 +141,8 @@ def as_base(
             continue
         if delta.init is not None:
             raise UnsupportedInputError(
-                f"init_lora_weights = {delta.init!r} for {path!r}, which the base model has as "
-                f"{_listed(names[path])}: its start depends on the whole weight\n"
+                f"init_lora_weights = {delta.init!r} for {path!r}, which the base model computes "
+                f"in {_listed(names[path])}: its start depends on the whole weight\n"
                 f"  to do: save the adapter with path_initial_model_for_weight_conversion"
             )
         if names[path].is_part:
@@ -197,8 +197,8 @@ def _joined(
     with_magnitude = [delta for delta in deltas if delta.magnitude is not None]
     if with_magnitude and sum(map(len, (columns for _, columns in parts))) < spec.out_features:
         raise UnsupportedInputError(
-            f"DoRA (use_dora) for {names}, and not for all of {path!r}, as which the base model "
-            f"computes them\n  to do: merge the adapter into its base model"
+            f"DoRA (use_dora) for {names}, and not for all of {path!r}, into which the base model "
+            f"fuses them\n  to do: merge the adapter into its base model"
         )
     scaling = deltas[0].scaling
     alike = all(delta.scaling == scaling for delta in deltas)

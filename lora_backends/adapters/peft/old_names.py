@@ -1,7 +1,7 @@
-"""Names that a base model does not have, of modules that it has.
+"""Other names for modules of a base model.
 
-Those of Transformers 4, of a language model inside one of images, of Tinker, and of PEFT's models
-in memory.
+They come from Transformers 4, from a vision-language model around the same language model, from
+Tinker, and from PEFT's models in memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _RENAMED = (
     (r"^(model\.)?unembed_tokens$", "lm_head"),  # Tinker
     (r"^", "model."),  # vision towers and connectors
 )
-"""Parts of paths that Transformers 5 renamed, that a language model alone has not, or that Tinker
-has of its own; replaced if the base model has only the new path."""
+"""Parts of paths that Transformers 5 renamed, that vision-language models put in front, or that
+Tinker uses; replaced if the base model has only the new path."""
 
 _OF_TOWER = ("vision_tower.vision_model.", "vision_tower.")
 """The start of paths in a vision tower, in Transformers 4 and 5; beside the renamed parts."""

@@ -1,4 +1,4 @@
-"""Leaves out the modules of an adapter that the base model lacks and has no use for."""
+"""Leaves out modules of an adapter that the base model lacks and does not need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def without_unused(
     own: OwnModules,
     unused: Callable[[str], str | None],
 ) -> tuple[dict[str, dict[str, Tensor]], OwnModules]:
-    """Leave out the modules that the base model lacks and has no use for, with a warning.
+    """Leave out the modules that the base model lacks and does not need, with a warning.
 
     Args:
         path: of the file.

@@ -1,4 +1,4 @@
-"""Decisions of the pool and its store that need neither tensors nor a clock of their own."""
+"""Decisions of the pool and its store, as functions without tensors or clocks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import OrderedDict
 from typing import Protocol, TypeVar
 
 PASS_S = 1.0
-"""Seconds during which requests of loaded adapters may pass the first one in the line. They fill
-the batch. Without a limit, a popular adapter would keep its slot for ever."""
+"""Seconds during which requests for loaded adapters may overtake the first request in line, to fill
+the batch. Without a limit, a popular adapter would keep its slot forever."""
 
 
 class _Sized(Protocol):
@@ -22,17 +22,17 @@ T = TypeVar("T", bound=_Sized)
 def keep(
     held: OrderedDict[str, T], name: str, item: T, budget: int, total: int | None = None
 ) -> int:
-    """Put an item last, and drop items from the first on while all take more than a budget.
+    """Put an item last, then drop the least recently used items until the rest fit a budget.
 
     Args:
-        held: by name, the least recently used first.
+        held: items by name, the least recently used first; changed in place.
         name: of the item.
-        item: it goes, too, if it alone takes more.
+        item: dropped, too, if it alone exceeds the budget.
         budget: in bytes.
-        total: bytes of all that is held before; None: they are added up.
+        total: bytes of `held` before the call; None: computed.
 
     Returns:
-        The bytes of all that is held after.
+        The bytes of `held` after the call.
     """
     if total is None:
         total = sum(each.bytes for each in held.values())
@@ -48,9 +48,9 @@ def may_try(first_refused: float | None, is_loaded: bool, now: float) -> bool:
     """Return whether a request that waits for slots may try to take them.
 
     Args:
-        first_refused: when the first request before it found no slot; None: all before it have
-            not looked yet.
+        first_refused: time in seconds at which the first request ahead of it found no slot; None:
+            no request ahead of it has looked for one.
         is_loaded: whether its adapters have slots.
-        now: on the same clock.
+        now: time in seconds on the same clock.
     """
     return first_refused is None or (is_loaded and now - first_refused < PASS_S)

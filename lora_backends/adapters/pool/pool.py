@@ -73,8 +73,8 @@ class AdapterPool:
             quantised to it when they are loaded, with a scale per row. None keeps `dtype`.
         own_modules: returns an adapter's replacements of base modules, by path. It is called for
             adapters that bring more than LoRA; None refuses those.
-        unused: returns why the base model has no use for a module that it lacks, or None. The LoRA
-            of such a module is left out with a warning.
+        unused: returns, for a path that the base model lacks, why it does not need that module, or
+            None. Such a module of an adapter is left out with a warning.
 
     Raises:
         InvalidInputError: a number is less than 1, or too large; `adapter_dtype` is another dtype,

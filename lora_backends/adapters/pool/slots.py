@@ -20,6 +20,9 @@ REMEMBERED = 1024
 
 Holder: TypeAlias = Literal["call", "prepared", "request", "training"]
 
+_LASTING = ("request", "prepared", "training")
+_HOLDERS = ("call", *_LASTING)
+
 Commit: TypeAlias = Callable[[Callable[[], None]], None]
 """Puts names into slots and calls its argument, which holds them there; the slots are locked."""
 
@@ -106,31 +109,22 @@ class SlotTable:
                 return min(free), None
             # In the order of use: the first that nothing holds goes.
             for oldest in self._slots:
-                if not self._pins[oldest] and self._holder(oldest) is None:
+                if self._is_free(oldest):
                     return self._slots[oldest], oldest
             raise self._no_slot(name)
 
     def check_room(self, names: Sequence[str]) -> None:
-        """Refuse names that find no slot until a request, a pin or the like ends.
+        """Refuse names for which pins, requests, prepared adapters and training leave no slot.
 
-        Calls end soon, so what they use counts as room. A store asks before it reads an adapter: a
-        request that waits for a slot tries again and again.
+        Slots that only calls use count as free, because calls end soon. A store asks before it
+        reads an adapter, so that a request that retries until it has a slot reads no files.
 
         Raises:
             NoFreeSlotError: there is no room.
         """
         with self.lock:
-            # A name may come twice: it needs one slot.
-            new = list(dict.fromkeys(name for name in names if name not in self._slots))
-            if not new:
-                return
-            kinds = ("request", "prepared", "training")
-            kept = [
-                name
-                for name in self._slots
-                if name in names or self._pins[name] or self._holder(name, kinds) is not None
-            ]
-            if len(new) > self.num_slots - len(kept):
+            new = self._new(names)
+            if new and len(new) > self.num_slots - len(self._kept(names, _LASTING)):
                 raise self._no_slot(new[0])
 
     def _no_slot(self, name: str) -> NoFreeSlotError:
@@ -150,11 +144,11 @@ class SlotTable:
         with self.lock:
             free = self._free()
             spared = self._recent | self._expected
-            kinds = ("coming", "call", "request", "prepared", "training")
+            kinds = ("coming", *_HOLDERS)
             unused = (
                 slot
                 for old, slot in self._slots.items()
-                if old not in spared and not self._pins[old] and self._holder(old, kinds) is None
+                if old not in spared and self._is_free(old, kinds)
             )
             slot = min(free) if free else next(unused, None)
             if slot is not None:
@@ -188,9 +182,16 @@ class SlotTable:
                 self._settled.wait()
 
     def _lacks_room(self, names: Sequence[str]) -> bool:
-        new = {name for name in names if name not in self._slots}
-        fixed = [n for n in self._slots if n in names or not self.is_free(n)]
-        return len(new) > self.num_slots - len(self._written_ahead) - len(fixed)
+        room = self.num_slots - len(self._written_ahead) - len(self._kept(names, _HOLDERS))
+        return len(self._new(names)) > room
+
+    def _new(self, names: Sequence[str]) -> list[str]:
+        """Return the names without a slot, each once."""
+        return [name for name in dict.fromkeys(names) if name not in self._slots]
+
+    def _kept(self, names: Sequence[str], kinds: tuple[str, ...]) -> list[str]:
+        """Return the loaded names that are among `names`, pinned, or held by one of `kinds`."""
+        return [name for name in self._slots if name in names or not self._is_free(name, kinds)]
 
     def _free(self) -> set[int]:
         held = (hold.slots for hold in list(self._holds.values()))
@@ -236,7 +237,11 @@ class SlotTable:
     def is_free(self, name: str) -> bool:
         """Return whether nothing pins or uses `name`, so that it may be replaced."""
         with self.lock:
-            return not self._pins[name] and self._holder(name) is None
+            return self._is_free(name)
+
+    def _is_free(self, name: str, kinds: tuple[str, ...] = _HOLDERS) -> bool:
+        """Return whether `name` is neither pinned nor held by one of `kinds`; needs the lock."""
+        return not self._pins[name] and self._holder(name, kinds) is None
 
     def updatable(self, name: str) -> int:
         """Return the slot of `name`, where an update may overwrite its weights.
@@ -330,9 +335,7 @@ class SlotTable:
             finally:
                 self._holds.pop(token, None)  # one step: an interrupt cannot leave a part of it
 
-    def _holder(
-        self, name: str, kinds: tuple[str, ...] = ("call", "request", "prepared", "training")
-    ) -> str | None:
+    def _holder(self, name: str, kinds: tuple[str, ...] = _HOLDERS) -> str | None:
         """Return the first of `kinds` that holds `name`, or None."""
         # A copy, since other threads end their calls without the lock.
         holders = {hold.by for hold in list(self._holds.values()) if name in hold.names}

@@ -38,7 +38,7 @@ from lora_backends.common.files import as_path
 from lora_backends.errors import InvalidInputError, LoRABackendError, shown
 
 MOST_FAILED = 64
-"""Names of failed prefetches, with their errors, that wait for a batch that asks for them."""
+"""Failed prefetches whose errors are kept for the next batch that asks for their names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +62,8 @@ class _Ready:
 class _Prefetch:
     """One name that a prefetch brings ahead."""
 
-    failed = False  # its error waits for a batch that asks for the name
     result: Future[_Ready | None]  # None: it was written into its slot, or is not wanted any more
+    failed = False  # then `result` holds the error, for the next batch that asks for the name
 
 
 class AdapterStore:
@@ -318,14 +318,14 @@ class AdapterStore:
         return _Ready(cached, self._pool.stage(name, cached.checkpoint), None)
 
     def _bring_ahead(self, name: str, job: _Prefetch) -> _Ready | None:
-        """Prefetch one name; of those that failed, only the last ones are remembered."""
+        """Prefetch one name; remember at most `MOST_FAILED` failures."""
         try:
             return self._bring(name, job)
         except BaseException:
             with self._lock:
                 job.failed = True
                 failed = [name for name, ahead in self._ahead.items() if ahead.failed]
-                for old in failed[:-MOST_FAILED]:  # a batch that asks for one tries anew
+                for old in failed[:-MOST_FAILED]:  # a batch that asks for one reads it again
                     del self._ahead[old]
             raise
 
@@ -418,22 +418,22 @@ class AdapterStore:
             return None
 
     def _look_for_folders(self) -> None:
-        """Take up new folders of adapters, and drop lost ones of adapters that are nowhere else."""
+        """Note new folders, and forget folders that are gone unless their adapter is still held."""
         found = {} if self.folder is None else adapter_folders(self.folder)
         with self._lock:
             known = self._known()
-            # Names whose adapter came from memory may have no folder any more that would hide it.
+            # A name is kept here only while its adapter, or a folder that it hides, still exists.
             self._only_in_memory &= {*known, *found}
             readable = {n: path for n, path in found.items() if n not in self._only_in_memory}
             kept = {
                 name: path
-                for name, path in self._folders.items()  # one that was loaded goes first
+                for name, path in self._folders.items()  # preferred: it was loaded
                 if name in known or (path / CONFIG_FILE).is_file()
             }
             self._folders = readable | kept
 
     def _known(self, *names: str) -> set[str]:
-        """Return the names of adapters in slots and in memory, and further ones; locked."""
+        """Return `names` and those of all adapters in slots or in memory; needs the lock."""
         return {*self._pool.slots.names, *self._cached, *names}
 
     def _from_memory(self, name: str, checkpoint: Checkpoint) -> Callable[[], None]:

@@ -201,14 +201,14 @@ def _apply(
     recorded.anchors = [
         *leaves,
         *_links(x, b_alone(recorded.targets)),
-        *_links(y, "output_scales" in names),  # it is about to be overwritten
+        *_links(y, "output_scales" in names),  # not y itself, which is about to be overwritten
     ]
     result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
 def _links(tensor: torch.Tensor | None, is_needed: bool) -> list[torch.Tensor]:
-    """Return an empty tensor that autograd derives from a tensor, whose memory it does not hold."""
+    """Return an empty tensor that autograd derives from `tensor`, without keeping its memory."""
     if tensor is None or not is_needed or not tensor.requires_grad:
         return []
     return [tensor[:0].clone()]
@@ -292,8 +292,9 @@ class _Once(torch.autograd.Function):
     """Passes gradients on, and refuses to be differentiated.
 
     `once_differentiable` of torch lets a second derivative pass as zero where the gradient of the
-    result is a constant. The anchors are the tensors that the gradients depend on: where autograd
-    finds no way to a tensor, `torch.autograd.functional.jvp` and others take its gradient for zero.
+    result is a constant. The anchors are the tensors that the gradients depend on: if autograd
+    finds no path to a tensor, functions such as `torch.autograd.functional.jvp` take its gradient
+    for zero.
     """
 
     @staticmethod
@@ -320,7 +321,7 @@ def _refusing_second(
     Args:
         recorded: the call.
         gradients: of its tensors.
-        of_node: the gradient of the result, and what the node has kept.
+        of_node: the gradient of the result, and the tensors that the node has saved.
     """
     always = torch.zeros((), requires_grad=True)  # so that autograd records the node
     anchors = [always, *recorded.anchors, *(t for t in of_node if t is not None)]

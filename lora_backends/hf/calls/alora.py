@@ -75,16 +75,19 @@ def invoked(
 def invocation_in(
     entry: Entry, slots: Mapping[str, int], pool: AdapterPool, ids: Sequence[int]
 ) -> int | None:
-    """Return the first position of a prompt on which an entry acts; None: it acts nowhere.
+    """Return the position in a request's prompt from which its entry applies.
 
     Args:
         entry: of the request.
-        slots: name to slot of its adapters.
+        slots: its adapters' slots by name.
         pool: of the adapters.
-        ids: of its prompt.
+        ids: token ids of the prompt.
+
+    Returns:
+        0 for plain LoRA; for an aLoRA, the start of the last invocation, or None without one.
 
     Raises:
-        UnsupportedInputError: a blend with an adapter that has to be invoked.
+        UnsupportedInputError: a blend that includes an aLoRA.
     """
     invocations = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
     for name, invocation in invocations.items():
@@ -115,6 +118,6 @@ def _from_invocation(name: str, ids: list[int], tokens: list[int]) -> RowAdapter
 
 
 def _last_place(ids: list[int], tokens: list[int]) -> int | None:
-    """Return the last place of an invocation in a prompt; None: it is not there."""
+    """Return where the last invocation in a prompt starts; None: there is none."""
     places = range(len(ids) - len(tokens), -1, -1)
     return next((i for i in places if ids[i : i + len(tokens)] == tokens), None)

@@ -23,8 +23,8 @@ _LENGTH, _KEPT = 5, (1, 3)
 """Tokens of the trial pass, and the positions whose logits it asks for."""
 
 Packed = Sequence[tuple[Entry, Mapping[str, int], int]]
-"""Of each request, in order: its entry, the slots of its adapters by name, its tokens. An aLoRA is
-in two parts: without an entry before its invocation."""
+"""Per request, in order: its entry, its adapters' slots by name, and its number of tokens. An aLoRA
+makes two parts of a request: tokens before the invocation, with entry None, and the rest."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class PackedModules:
             UnsupportedInputError: there are some.
         """
         for name, slot in slots.items():
-            if pool.own_modules(slot).keys() - {""}:  # an invocation takes no module's place
+            if pool.own_modules(slot).keys() - {""}:  # "" is an invocation, no module
                 raise UnsupportedInputError(
                     f"adapter {name!r} has modules of its own, which no request can use\n"
-                    f"  allowed: adapters of LoRA alone, aLoRA among them\n"
+                    f"  allowed: plain LoRA or aLoRA\n"
                     f"  to do: call generate() for these rows"
                 )
             others = sorted({*pool.modules_of(slot)} - {""} - self.of_tokens - self.of_logits)

@@ -46,7 +46,7 @@ class ModelCall:
         self.model = model  # a string, because a compiled program always guards strings
         self.reads_pages = False  # whether it is a pass of continuous batching
         self.trains = ""  # key of the model of a call that trains, whose `model` is ""
-        # keys of models whose own calls start with their next forward pass
+        # keys of models that a pipeline will call; their adapters are not known before that call
         self.waiting: Collection[str] = ()
         self.stacks: Mapping[str, LoRAWeights] = {}  # by path, of the modules that are adapted
         self.shared: Mapping[str, LoRAWeights] = {}  # by a leader's path: of it and its siblings
@@ -190,7 +190,7 @@ def check_thread(model: str) -> None:
     Raises:
         InvalidInputError: no call runs in this thread, while a block of `using` is open in another;
             or a backward computes a part of a forward pass again whose adapters are not known.
-        UnsupportedInputError: a pipeline calls a part of a model outside of its forward pass.
+        UnsupportedInputError: a pipeline runs a module outside of its model's forward pass.
     """
     if model in RUNNING.call.waiting:
         raise UnsupportedInputError(

@@ -1,4 +1,4 @@
-"""The configuration of continuous batching: what the hooks can follow."""
+"""Checks that the hooks work under a configuration of continuous batching."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 
 CPU_BLOCKS, CPU_BATCH_TOKENS = 64, 256
-"""Of the cache on a CPU unless the caller says otherwise: Transformers would take 0.6 of the free
-memory for it."""
+"""Blocks of the cache, and tokens of a batch, on a CPU if the caller sets neither. Transformers
+would give the cache 0.6 of the free memory."""
 
 
 def checked(
     config: ContinuousBatchingConfig | None, device: torch.device
 ) -> ContinuousBatchingConfig:
-    """Return a configuration whose forward passes the hooks can follow."""
+    """Return a copy of a configuration, with defaults under which the hooks work.
+
+    Args:
+        config: the caller's; None: Transformers' defaults.
+        device: of the model.
+
+    Raises:
+        InvalidInputError: `config` has another type.
+        UnsupportedInputError: it asks for CUDA graphs or asynchronous batching.
+    """
     config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
     if not isinstance(config, ContinuousBatchingConfig):
         raise InvalidInputError(
@@ -40,7 +49,11 @@ def checked(
 
 
 def check_resolved(config: ContinuousBatchingConfig) -> None:
-    """Refuse what Transformers has chosen for the rest of a configuration, if it compiles."""
+    """Refuse a configuration that Transformers has completed with compilation.
+
+    Raises:
+        UnsupportedInputError: it compiles the model.
+    """
     if config.varlen_compile_config is not None or config.decode_compile_config is not None:
         raise _not_followed("a compile configuration", "the plans change with every batch")
 

@@ -173,7 +173,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause between two passes, as Transformers' own.
+        """Pause between two passes, as Transformers' `pause` does.
 
         Raises:
             RequestFailedError: no thread runs the requests.
@@ -225,9 +225,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             InvalidInputError: an unknown adapter, a wrong token, id or option, more tokens than
                 the cache or the model's positions hold, it was cancelled while it waited, no slot
                 will come free, or the manager has stopped.
-            UnsupportedInputError: entries per token, an adapter with modules of its own or of a
-                module that does not see the tokens in their order, a blend as in a call or with an
-                aLoRA, or an option that is not followed.
+            UnsupportedInputError: entries per token, an adapter that replaces modules or adapts one
+                that does not see the tokens in their order, a blend that a call would refuse or
+                that includes an aLoRA, or an option that is not followed.
         """
         # All checks run in the caller's thread: an error in the manager's ends all requests.
         ids = self._check_tokens(input_ids)
@@ -257,7 +257,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             raise
         with self._held_lock:
             held.is_coming = False
-            # The thread may have ended since Transformers looked: nobody takes it from the queue.
+            # The thread may have ended since Transformers checked: then nothing reads the queue.
             left = self._has_ended_thread and self._held.get(request_id) is held
         if added is None or left:
             remove(self.input_queue, lambda state: state.request_id == request_id)
@@ -285,7 +285,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             self._wrapped.pool.slots,
             lambda: self._hold(request_id, adapter, ids),
             self._may_free,
-            # In its own pause it would wait for ever, also behind others.
+            # A thread in its own pause would wait forever, even behind other requests.
             may_wait=threading.get_ident() not in self._pausing,
         )
 
@@ -304,7 +304,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             start = invocation_in(adapter, slots, self._wrapped.pool, ids)
             # A blend that cannot run is refused here, and not in the thread that runs all requests.
             self._packed.choices(self._wrapped, [adapter], slots)
-            # The first lock: the output of an earlier request of this id must not come after it.
+            # `delivery`: no output of an earlier request of this id may arrive from here on.
             with self.output_router.delivery, self._held_lock:
                 if request_id in self._held:
                     raise InvalidInputError(

@@ -65,7 +65,7 @@ class Line:
             slots: of the pool.
             attempt: takes the slots, or raises NoFreeSlotError.
             may_free: returns whether a slot can still become free.
-            may_wait: False makes one attempt, before those who wait.
+            may_wait: False: make one attempt at once, ahead of waiting requests.
 
         Raises:
             NoFreeSlotError: no slot can become free.

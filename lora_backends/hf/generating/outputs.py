@@ -15,7 +15,7 @@ that of another request."""
 
 
 def remove(items: Any, is_removed: Callable[[Any], bool]) -> None:
-    """Take items out of a queue that other threads use."""
+    """Remove items from a `queue.Queue` that other threads use."""
     with items.mutex:
         others = [item for item in items.queue if not is_removed(item)]
         items.queue.clear()
@@ -68,7 +68,10 @@ class Outputs(OutputRouter):  # type: ignore[misc]  # has no types
         Args:
             names: None takes any.
             timeout: in seconds; None waits as long as the manager runs.
-            is_running: whether the manager's thread may still deliver outputs.
+            is_running: returns whether the manager's thread may still deliver outputs.
+
+        Returns:
+            None if the time is over, or the thread has ended without one.
         """
         outputs = self.output_queue
         end = None if timeout is None else time.monotonic() + timeout

@@ -1,8 +1,9 @@
-"""LoRA of convolutions: that of a linear layer on patches.
+"""LoRA of a convolution, computed as that of a linear layer on patches.
 
-A convolution's LoRA is a convolution A of the same kernel, stride and padding, and a 1x1
-convolution B behind it. Both are matrices on rows: A takes the flat patch of each output position,
-[in_channels * kernel height * kernel width], as `torch.nn.functional.unfold` orders it.
+A is a convolution with the kernel size, stride and padding of the base, and B a 1x1 convolution of
+its output. As matrices, A multiplies the flat patch of each output position,
+[in_channels * kernel height * kernel width] in the order of `torch.nn.functional.unfold`, and B
+the result, [rank].
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ def convolution_hook(served: Served, site: ModuleSite, add: Callable[..., torch.
     """Return the hook that adds the running call's LoRA to the output of one convolution.
 
     Args:
-        served: the wrapper's.
-        site: the module, of input [rows, channels, height, width].
-        add: `adder` of `run_linear`.
+        served: the data that all hooks of a wrapper share.
+        site: the module; its input is [rows, channels, height, width].
+        add: function that adds LoRA to y, made by `adder` for `run_linear`.
     """
     model, layout = served.model, served.layouts[site.path]
     path, paths = site.path, (site.path,)
@@ -44,8 +45,8 @@ def convolution_hook(served: Served, site: ModuleSite, add: Callable[..., torch.
         patches = patches_of(convolution, first_argument(args, f"module {path}"), output)
         rows_last = output.movedim(1, -1)  # [rows, height, width, channels]
         plan = call.plan(patches.shape[:-1], layout, paths)
-        # The LoRA alone, since output has its channels on another axis. A row without an adapter
-        # gets zeros, and keeps its values.
+        # Added to zeros and then to the output, whose channels are not on the last axis. A row
+        # without an adapter gets zeros, and keeps its values.
         delta = add(patches, weights, plan, torch.zeros_like(rows_last, memory_format=CONTIGUOUS))
         return output + delta.movedim(-1, 1)
 
@@ -56,10 +57,10 @@ CONTIGUOUS = torch.contiguous_format
 
 
 def patches_of(module: nn.Conv2d, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return the patch of every output position.
+    """Return the input patch of every output position.
 
     Args:
-        module: a convolution with zeros around the image, of one group and without dilation.
+        module: a convolution with zero padding, one group and no dilation.
         x: [rows, channels, height, width], its input.
         output: [rows, out_channels, output height, output width].
 

@@ -1,7 +1,7 @@
 """The projections inside fused linear layers, and the order of their output columns.
 
-Only the code of a model knows the order, so each of its classes is listed here, as read in
-Transformers' source; `tests/hf/layers/test_fused.py` compares each with the attention it feeds.
+Only a model's code defines the order, so the known classes are listed here, from Transformers'
+source. `tests/hf/layers/test_fused.py` checks what each column does in the attention or the MLP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Parts: TypeAlias = tuple[FusedPart, ...]
 
 
 def _blocks(names: Sequence[str], widths: Sequence[int]) -> Parts:
-    """Return parts that lie one after the other."""
+    """Return parts that follow one another without gaps."""
     starts = [sum(widths[:place]) for place in range(len(widths))]
     return tuple(map(FusedPart, names, starts, widths))
 
@@ -73,16 +73,17 @@ KNOWN: dict[tuple[str, str], Callable[[Any, int], Parts]] = {
     ("GPT2Attention", "c_attn"): _thirds,
     ("MptAttention", "Wqkv"): _thirds,
 }
-"""Class of the module that holds a fused layer, and the layer's name there."""
+"""By class of the parent module and name of the fused layer in it: a function that returns the
+layer's parts from the parent and the layer's number of output columns."""
 
 
 def parts_of(parent: nn.Module, name: str, width: int) -> Parts:
-    """Return the projections inside a linear layer; () where it is not fused, or not known.
+    """Return the projections inside a linear layer; () if it is not fused, or their order unknown.
 
     Args:
         parent: the module that holds the layer.
         name: of the layer in it.
-        width: of the layer's output.
+        width: number of the layer's output columns.
     """
     kind = type(parent)
     find = KNOWN.get((kind.__name__, name))

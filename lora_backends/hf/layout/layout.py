@@ -135,9 +135,18 @@ def unknown_rows(
     reason: str,
     per_token: bool = False,
 ) -> UnknownRowsError:
-    """Return the error for an input whose positions cannot be assigned to rows, or tokens."""
+    """Return the error for an input whose positions cannot be assigned to rows or tokens.
+
+    Args:
+        path: of the module.
+        shape: of its input without the last axis.
+        rows: of the forward pass.
+        length: tokens of each row.
+        reason: why; "" if only the shape is unknown.
+        per_token: whether the adapters of a row differ by token.
+    """
     cure = "split the batch by adapter"
-    if per_token:  # rows that differ by token are no batch of one adapter
+    if per_token:  # splitting does not help a row with several adapters
         cure = "give all rows of a call one entry, the same for each"
     return UnknownRowsError(
         f"module {path} sees an input of shape {list(shape)} (without its last axis) in a forward "

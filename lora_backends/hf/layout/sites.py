@@ -34,7 +34,7 @@ class ModuleSite:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether it has an image per row: its LoRA is that of a linear layer on patches."""
+        """Whether it is a Conv2d: one image per row, and LoRA as of a linear layer on patches."""
         return isinstance(self.module, nn.Conv2d)
 
 
@@ -47,7 +47,7 @@ def find_sites(
         base: a Transformers causal language model.
         dtype: the dtype of the stacked weights.
         device: their device.
-        convolutions: whether every Conv2d is a site, too.
+        convolutions: whether to include every Conv2d.
 
     Returns:
         Path to site, in the order of `named_modules`.
@@ -183,7 +183,9 @@ def _refusal(
     if is_token_embedding and not isinstance(module, nn.Embedding | nn.Linear):
         return f"it is a {type(module).__name__}, an embedding that is quantized"
     if isinstance(module, nn.Conv2d) and not _is_plain_convolution(module):
-        return f"it is {module}, a convolution other than over patches of the image and zeros"
+        return (
+            f"it is {module}, which has groups, dilation, or padding other than a number of zeros"
+        )
     if "experts" in path.split("."):
         return "it is an expert, whose tokens are routed and no longer in rows of the batch"
     weight = getattr(module, "weight", None) if packed_size(module) is None else None

@@ -41,7 +41,7 @@ def without_hooks(module: nn.Module) -> nn.Module:
     kind = class_of(module)
     copy: nn.Module = kind.__new__(kind)
     for name, value in vars(module).items():
-        # Of torch: diffusers' FrozenDict loses its attributes in a copy.
+        # Only torch's own dicts: a copy of diffusers' FrozenDict loses its attributes.
         if type(value) in (dict, OrderedDict) and name.startswith("_"):
             vars(copy)[name] = value.__class__() if "hooks" in name else value.copy()
         elif name not in _LEFT_OUT:

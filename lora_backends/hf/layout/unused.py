@@ -1,4 +1,4 @@
-"""Modules that a base model lacks because it has no use for them: their LoRA changes nothing."""
+"""Finds modules that a base model lacks and does not need, so that their LoRA can be left out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ _MEDIA = frozenset(
     """audio_projector audio_tower connector embed_audio embed_vision image_projector mm_projector
     multi_modal_projector vision_embed_tokens vision_model vision_tower visual""".split()
 )
-"""Parts of models of images and sound besides their language model."""
+"""Names of the parts beside the language model in models of images or sound."""
 
 _OF_MIXED = ("audio", "text", "vision", "vq")
-"""Parts of the configuration of such a model; a text model's configuration has none of them."""
+"""A configuration with `vision_config` or the like is of such a model; a text model's has none."""
 
 
 def unused_by(base: nn.Module) -> Callable[[str], str | None]:
-    """Return a function that says why a model has no use for a module that it lacks, or None.
+    """Return a function of a module's path, for modules that a model lacks.
+
+    It returns the reason why the model does not need the module; None: it may need it.
 
     Args:
         base: a Transformers model.

@@ -108,7 +108,7 @@ class Replacements:
         return replacements
 
     def _check_invocation(self, checkpoint: Checkpoint) -> None:
-        """Refuse aLoRA where PEFT looks for no invocation and computes the base model."""
+        """Refuse aLoRA where PEFT ignores invocations and computes the base model."""
         kind = getattr(getattr(self._base, "config", None), "model_type", None)
         task = checkpoint.own.task_type
         if checkpoint.own.invocation and (kind == "mpt" or task != "CAUSAL_LM"):
@@ -116,7 +116,7 @@ class Replacements:
                 f"{checkpoint.folder} acts from its invocation tokens on (aLoRA), which PEFT does "
                 f"not run here\n"
                 f"  given: alora_invocation_tokens, task_type {task!r}, model_type {kind!r}\n"
-                f"  allowed: task_type 'CAUSAL_LM', and other models than MPT\n"
+                f"  allowed: task_type 'CAUSAL_LM' on a model other than MPT\n"
                 f"  to do: train the adapter without alora_invocation_tokens, or correct task_type"
             )
 
@@ -383,7 +383,7 @@ def _is_nonzero(bias: Any) -> bool:
 def _two_names(checkpoint: Checkpoint, given: str) -> InvalidInputError:
     return InvalidInputError(
         f"{checkpoint.folder} has two names for one module of the base model, with different "
-        f"values\n  given: {given}, and one under another name\n  allowed: one of them\n"
+        f"values\n  given: {given}, and another under a second name\n  allowed: one of them\n"
         f"  to do: save the adapter again"
     )
 

@@ -30,7 +30,7 @@ FUSED = (
 """Projections that SGLang fuses."""
 
 NEEDED = {"q_proj": "v_proj", "q_a_proj": "kv_a_proj_with_mqa"}
-"""Projections that SGLang fuses only with another: it has no zeros of the right shape for it."""
+"""Projections that SGLang fuses only if this other one is there: it cannot fill in zeros for it."""
 
 
 def check_config(
@@ -74,9 +74,10 @@ def check_features(values: dict[str, Any], name: str) -> None:
 def check_name(
     original: Callable[..., Any], adapter: Any, name: str, loaded_weight: torch.Tensor
 ) -> Any:
-    """Refuse a weight that SGLang would leave out, or take for one of another module.
+    """Refuse a weight that SGLang would ignore or give to another module, before it takes it.
 
-    A weight in the memory of another process is copied; SGLang would read it for each slot anew.
+    A weight in memory shared with another process is copied, because SGLang reads it again for each
+    load into a slot.
 
     Raises:
         UnsupportedInputError: such a weight.
@@ -86,7 +87,7 @@ def check_name(
     places.check_name(name)
     places.check_copy(name, loaded_weight, getattr(adapter, "base_model", None))
     if loaded_weight.device.type == "cpu" and loaded_weight.untyped_storage().is_shared():
-        loaded_weight = loaded_weight.clone()  # the process that sent it may go on to train it
+        loaded_weight = loaded_weight.clone()  # its sender may train it further
     done = original(adapter, name, loaded_weight)
     places.check_taken(name, adapter.embedding_layers)
     return done
@@ -113,7 +114,7 @@ def check_weights(original: Callable[..., Any], adapter: Any, *args: Any, **kwar
 
 
 def _refuse_parts_without_values(names: set[str]) -> None:
-    """Refuse a part without the other one it needs; SGLang's own error is obscure, or late."""
+    """Refuse a part without the other that it needs; SGLang's own error is unclear or late."""
     for name in sorted(names):
         for part, needed in NEEDED.items():
             if f".{part}." in name and name.replace(f".{part}.", f".{needed}.") not in names:
@@ -121,7 +122,7 @@ def _refuse_parts_without_values(names: set[str]) -> None:
 
 
 def _refuse_parts_left(adapter: Any) -> None:
-    """Refuse parts that are not fused, where the model's layer has no module of that name."""
+    """Refuse parts that SGLang has not fused, if the model's layer has no module of that name."""
     parts = {part for together in FUSED for part in together}
     for number, layer in enumerate(adapter.layers):
         last = {name.partition(".lora_")[0].rsplit(".", 1)[-1] for name in layer.weights}
@@ -147,6 +148,6 @@ def _incomplete(given: str) -> UnsupportedInputError:
     return UnsupportedInputError(
         f"an adapter targets only some of the projections that SGLang fuses\n"
         f"  given: {given}\n"
-        f"  allowed: all of a set: {sets}; k_proj and up_proj may be left out\n"
+        f"  allowed: whole sets: {sets}; k_proj and up_proj may be absent\n"
         f"  to do: train it on all of them, or add weights of zeros for those it lacks"
     )

@@ -97,9 +97,8 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is not 
         self._weights: dict[tuple[int, int], LoRAWeights] = {}  # by the addresses of A and B, which
         # live as long as the pool
         self._pool: Any = None
-        self.check_places: Callable[[Any], None] | None = (
-            None  # of an adapter, once the pool is made
-        )
+        # checks an adapter's weights; set once the pool is made
+        self.check_places: Callable[[Any], None] | None = None
         self._is_for_graph = False  # whether the batch may be captured, or replayed
         self._is_capturing = False  # whether it is one that SGLang makes up to capture
         # before `forward_with_base`, SGLang sums h over processes between shrink and expand

@@ -1,8 +1,8 @@
-"""Each weight of an adapter has a place in SGLang's pool, or the adapter is refused when it loads.
+"""Checks, when an adapter loads, that each of its weights has a place in SGLang's pool.
 
-SGLang looks for a weight's place when its adapter first enters a slot. A weight without one then
-ends the server, a weight whose layer has no such module is left out without an error, and of a
-weight that is too wide each process takes the part where its own should be.
+SGLang looks for the place when the adapter first enters a slot. A weight without one then ends the
+server. A weight for a module that its layer lacks is ignored without an error. Of a weight that is
+too wide, each process takes the wrong part.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ _ENDS = ("embed_tokens", "lm_head", "unembed_tokens", "input_embeddings", "outpu
 
 
 def check_name(name: str) -> None:
-    """Refuse a weight that SGLang would leave out, or take for one of the language model.
+    """Refuse a weight that SGLang would ignore, or give to the language model by mistake.
 
     Raises:
-        UnsupportedInputError: it is outside of the layers, or in another model's layers.
+        UnsupportedInputError: it is outside the layers, or in an encoder's layers.
     """
     layer = _LAYER.search(name)
     if layer is None and not any(end in name for end in _ENDS):
-        raise _refused(name, "SGLang leaves it out: its name has no number of a layer")
+        raise _refused(name, "SGLang ignores it: its name has no layer number")
     if is_tower(name if layer is None else name[: layer.start()]):
-        raise _refused(name, "SGLang takes it for the language model's layer of that number")
+        raise _refused(name, "SGLang would apply it to the language model's layer of that number")
 
 
 def check_copy(name: str, weight: torch.Tensor, model: torch.nn.Module | None) -> None:
     """Refuse a whole embedding or head in an adapter's file, unless it equals the model's own.
 
-    PEFT writes a copy beside LoRA of an embedding, and a trained one if the vocabulary has grown.
-    SGLang reads past both.
+    PEFT saves the whole weight beside LoRA of an embedding, with trained rows if the vocabulary has
+    grown. SGLang ignores it.
 
     Args:
         name: of the weight in the file.
         weight: its values.
-        model: SGLang's; None where the version does not hand it to an adapter.
+        model: SGLang's; None if this version does not pass it to adapters.
 
     Raises:
-        UnsupportedInputError: it differs, or there is nothing to compare it with.
+        UnsupportedInputError: it differs, or there is no model to compare it with.
     """
     if _LAYER.search(name) or _HALF.match(name):
         return
@@ -64,28 +64,28 @@ def check_copy(name: str, weight: torch.Tensor, model: torch.nn.Module | None) -
         and torch.equal(each.detach()[: len(weight)].cpu(), weight.cpu().to(each.dtype))
         for each in own
     ):
-        raise _refused(name, "it is not LoRA, and not equal to the base model's")
+        raise _refused(name, "it is a whole weight that differs from the base model's")
 
 
 def check_taken(name: str, taken: Mapping[str, Any]) -> None:
-    """Refuse LoRA of an embedding or a head that SGLang has read past.
+    """Refuse LoRA of an embedding or a head that SGLang has ignored.
 
     Args:
         name: of the weight in the file.
-        taken: what SGLang has kept of embedding and head.
+        taken: the weights of embedding and head that SGLang has kept, by name.
 
     Raises:
-        UnsupportedInputError: the adapter's configuration does not target the embedding or head.
-            PEFT leaves a head out of it that it ties to the embedding.
+        UnsupportedInputError: the configuration does not target the embedding or head. PEFT does
+            not list a head that it ties to the embedding.
     """
     if _LAYER.search(name) or _HALF.match(name) is None:
         return
     if name.replace("unembed_tokens", "lm_head") not in taken:
-        raise _refused(name, "SGLang leaves it out: target_modules of the adapter do not name it")
+        raise _refused(name, "SGLang ignores it: target_modules of the adapter do not name it")
 
 
 def is_tower(path: str) -> bool:
-    """Return whether a path in front of ``layers.`` names an encoder beside the language model."""
+    """Return whether a path up to ``layers.`` is in an encoder beside the language model."""
     return _TOWER.search(path) is not None
 
 
@@ -95,8 +95,8 @@ class Places:
 
     Args:
         pool: SGLang's `LoRAMemoryPool`.
-        modules: by layer, LoRA layers by name.
-        ends: the LoRA layers of ``embed_tokens`` and ``lm_head``, or None.
+        modules: for each layer of the model, its LoRA layers by name.
+        ends: the LoRA layers of ``embed_tokens`` and ``lm_head`` by these names; None for none.
     """
 
     pool: Any
@@ -153,7 +153,7 @@ class Places:
             if is_expert:
                 self._check_expert(number, target, half, name, weight, rank, module)
             elif _NUMBERED.search(path):
-                raise _refused(name, "the experts of this model that are shared have no numbers")
+                raise _refused(name, "shared experts of this model have no numbers")
             else:
                 wanted = self._shape(number, target, half, rank, module)
                 _check_shape(name, weight, wanted)
@@ -182,7 +182,7 @@ class Places:
     def _shape(
         self, number: int, target: str, half: str, rank: int, module: Any
     ) -> tuple[int, int]:
-        """Return the shape of a weight of all processes together."""
+        """Return the shape of a whole weight, before tensor parallelism splits it."""
         a, b = self.pool.A_buffer[target][number], self.pool.B_buffer[target][number]
         num_slices = a.shape[1] // self.pool.max_lora_rank
         is_split = self.pool.tp_size > 1
@@ -201,7 +201,7 @@ class Places:
         module: Any,
     ) -> None:
         a, b = (of[f"{target}_moe"][number] for of in (self.pool.A_buffer, self.pool.B_buffer))
-        experts = max(a.shape[1], b.shape[1])  # else one for all
+        experts = max(a.shape[1], b.shape[1])  # one of them is 1 if experts share it
         is_shared = (a if half == "A" else b).shape[1] < experts
         if getattr(self.pool, "moe_use_local_expert_ids", False):
             experts *= self.pool.moe_ep_size
@@ -227,7 +227,7 @@ class Places:
 
 
 def _outputs(base: Any, num_slices: int) -> int:
-    """Return the output columns of a base layer on all processes together that take LoRA."""
+    """Return how many output columns of a whole base layer take LoRA."""
     if hasattr(base, "inkling_d_rel"):  # its keys and values may be on several processes
         heads, kv = base.inkling_num_heads, base.inkling_num_kv_heads
         return int(base.inkling_head_dim * (heads + 2 * kv) + base.inkling_d_rel * heads)
@@ -256,9 +256,9 @@ def _check_halves(halves: Mapping[str, str], where: str) -> None:
 
 
 def _target(path: str, targets: set[str]) -> str | None:
-    """Return the longest target that a path ends with, if it is the one that SGLang picks.
+    """Return the target that SGLang picks for a path, if the path ends with it; else None.
 
-    SGLang picks the longest that stands anywhere in the name.
+    SGLang picks the longest target anywhere in the name.
     """
     ends = [each for each in targets if f".{path}".endswith(f".{each}")]
     inside = [each for each in targets if each in path]
@@ -276,7 +276,7 @@ def _refused(name: str, reason: str, allowed: str = "") -> UnsupportedInputError
         "check that the adapter belongs to this model, and that each weight has the rank r of its "
         "adapter_config.json"
         if allowed
-        else "train the adapter without it, or start SGLang with --lora-target-modules that hold it"
+        else "train the adapter without it, or start SGLang with it in --lora-target-modules"
     )
     return UnsupportedInputError(
         f"SGLang cannot serve a weight of an adapter\n"

@@ -64,7 +64,7 @@ def adopt(manager: Any) -> None:
     }
     check = places.Places(pool, manager.lora_modules, ends).check
     for adapter in getattr(manager, "loras", {}).values():
-        check(adapter)  # of --lora-paths, which SGLang reads first
+        check(adapter)  # from --lora-paths, read before the pool is made
     load = pool.load_lora_weight_to_buffer
 
     @functools.wraps(load)
@@ -87,10 +87,10 @@ def modules_of(manager: Any) -> list[Any]:
 
 
 def leave_towers(modules: dict[str, Any]) -> None:
-    """Leave LoRA out of the layers of encoders, which `places.check_name` lets no adapter have.
+    """Remove the layers of encoders from SGLang's LoRA layers; their base layers run alone.
 
-    SGLang would add the LoRA of the language model's layer of the same number. A layer that is not
-    in its list gets no stacks, and runs its base layer alone.
+    Otherwise SGLang would add the LoRA of the language model's layer of the same number.
+    `places.check_name` refuses adapters for them.
     """
     for name in list(modules):
         if places.is_tower(name.partition("layers.")[0]):
@@ -100,8 +100,8 @@ def leave_towers(modules: dict[str, Any]) -> None:
 def clear_ends(pool: Any, slot: int) -> None:
     """Zero B of embedding and head in a slot.
 
-    SGLang leaves the head of the slot's last adapter where the next one has only an embedding, and
-    the other way round.
+    Otherwise the head of the slot's last adapter would stay if the next one has only an embedding,
+    and the reverse.
     """
     for stacks in (pool.embedding_B_buffer, pool.lm_head_B_buffer):
         for stack in stacks.values():

@@ -37,8 +37,8 @@ def check_settings(arguments: Any) -> None:
         arguments: SGLang's `ServerArgs`, or None.
 
     Raises:
-        UnsupportedInputError: such a setting, or one under which SGLang runs the experts' LoRA,
-            would lose it, or would take that of other experts.
+        UnsupportedInputError: such a setting, or one under which SGLang would run the experts' LoRA
+            itself, lose it, or use that of other experts.
     """
     refused = [name for name, is_set in _settings(arguments) if is_set]
     if refused:
@@ -80,9 +80,9 @@ def _settings(arguments: Any) -> list[tuple[str, bool]]:
 
 
 def setting(arguments: Any, name: str, default: Any = None) -> Any:
-    """Return a setting as SGLang has resolved it; newer versions leave `ServerArgs` as given.
+    """Return a setting as SGLang has resolved it, or `default` if this version lacks it.
 
-    A version may lack it.
+    Newer versions keep resolved values apart from `ServerArgs`.
     """
     if getattr(arguments, "_resolved_overrides", None):
         try:

@@ -1,9 +1,9 @@
 """The expand of several adapters per token: each block of y is read, added to and stored once.
 
-A block is up to MAX_SEGMENT tokens, whatever their adapters; its segments are the (token, adapter)
-pairs of one slot. For BLEND_BYTES of float32 at a time, a thread widens columns of the block's rows
-of y, lets the routines of single adapters add segment after segment to them, and stores the rows
-that changed. y of float32 is added to where it lies.
+A block is up to MAX_SEGMENT tokens with any adapters; each of its segments has the (token, adapter)
+pairs of one slot. A thread takes BLEND_BYTES of float32 at a time: it widens columns of the block's
+rows of y, lets the routines of single adapters add segment after segment, and stores the rows that
+changed. A float32 y is added to in place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LINE = 64  # bytes of a cache line, and of 16 columns of float32
 
 
 class Blocks(NamedTuple):
-    """The blocks of a blend; they follow a `KernelCall`, whose y is not set and float32.
+    """The blocks of a blend; in memory they follow a `KernelCall`, whose y is set block by block.
 
     Arrays are given by their addresses; block b ends where block b + 1 begins.
     """
@@ -74,7 +74,7 @@ def run_blend(address, expand_scratch, expand_columns):
     for b in range(blocks.number):
         low, high = read_id(blocks.segments + 8 * b), read_id(blocks.segments + 8 * b + 8)
         start, stop = read_id(blocks.starts + 8 * b), read_id(blocks.starts + 8 * b + 8)
-        many = BLEND_BYTES // (LINE * (stop - start))  # groups of columns
+        many = BLEND_BYTES // (LINE * (stop - start))  # groups of 16 columns at a time
         for s in range(layer.num_slices):
             item = slice_of(layer, s)
             tiles = (item.last - item.first + LANES - 1) // LANES
@@ -117,7 +117,7 @@ def block_cost(layer, segments, low, high, s):
 
 @function
 def note_changed(layer, call, low, high, s, changed):
-    """Write whether each row of a block changes in a slice: others keep their bits."""
+    """Mark the rows of a block that change in a slice; the others keep their bits."""
     changed[:] = 0
     for i in range(low, high):
         segment = segment_at(call.b_segments, i)
@@ -141,7 +141,7 @@ def widen_block(blocks, start, stop, changed, first, width, to, step):
 
 @function
 def narrow_block(blocks, start, stop, changed, first, width, rows, step):
-    """Store what `widen_block` widened, each element rounded."""
+    """Round the columns that `widen_block` widened, and store them in y."""
     for t in range(start, stop):
         if changed[t - start] != 0:
             row = blocks.y + read_id(blocks.tokens + 8 * t) * blocks.y_row + 2 * first

@@ -1,1 +1,1 @@
-"""Several adapters per token in two launches, whatever their number, for both Triton engines."""
+"""Two launches that add any number of adapters per token, for both Triton engines."""

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""The entry kernels for several adapters per token: a program has all adapters of its tile.
+"""The entry kernels for several adapters per token: a program adds all adapters of its tile.
 
-An entry of a tile is an adapter that some of its tokens have. In h, entry e and slice s are slice
-e * NUM_SLICES + s. Axes as in `sgmv.kernels`: T (rows of the tile), N (rows of A, all entries and
-slices stacked), R (rank), C (columns of y).
+An entry of a tile is an adapter that at least one of its tokens has. In h, slice s of entry e is
+slice e * NUM_SLICES + s. Axes as in `sgmv.kernels`: T (rows of the tile), N (rows of A, all entries
+and slices stacked), R (rank), C (columns of y).
 """
 
 import triton
@@ -30,14 +30,13 @@ from lora_backends.sgmv.kernels.products import product_of_operands, right_opera
 from lora_backends.sgmv.kernels.shrink import partial_sums, scale_of_rows
 
 
-@triton.jit(do_not_specialize=["h_rows", "grid_rows"])
+@triton.jit(do_not_specialize=["h_rows", "tiles", "grid_rows"])
 def blend_shrink_kernel(
     x_ptr,
     a_ptr,
     ranks_ptr,
     a_slices_ptr,
     a_scales_ptr,
-    num_tiles_ptr,
     starts_ptr,
     tokens_ptr,
     slots_ptr,
@@ -53,6 +52,7 @@ def blend_shrink_kernel(
     h_rows,
     h_stride_s,
     h_stride_t,
+    tiles,
     grid_rows,
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
@@ -77,14 +77,13 @@ def blend_shrink_kernel(
     e, s = stacked // SIZES.NUM_SLICES, stacked % SIZES.NUM_SLICES  # [N]
     plane = ENTRIES * SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
     h_columns = h_ptr + part * plane + stacked.to(tl.int64) * h_stride_s + r  # [N]
-    num_tiles = tl.load(num_tiles_ptr)
-    for row in tl.range(first, num_tiles, grid_rows, num_stages=1):
+    for row in tl.range(first, tiles, grid_rows, num_stages=1):
+        tokens, _ = _positions(starts_ptr, tokens_ptr, row, TILE)
         slot = tl.load(slots_ptr + row * ENTRIES + e, mask=e < ENTRIES, other=-1).to(tl.int64)
         ranks_at = ranks_ptr + slot * SIZES.NUM_SLICES + s
         rank = tl.load(ranks_at, mask=slot >= 0, other=0, cache_modifier=".cg")  # [N]
         if tl.max(rank - r) > 0:
             slot = tl.maximum(slot, 0)
-            tokens, _ = _positions(starts_ptr, tokens_ptr, row, TILE)
             has_token, used = tokens >= 0, r < rank  # [T], [N]
             x_rows = x.ptr + tokens * x.stride_t  # [T]
             scales = scales_of_a(a, slot, s, r, SIZES)
@@ -97,7 +96,7 @@ def blend_shrink_kernel(
             tl.store(h_columns[None, :] + (tokens * h_stride_t)[:, None], sums, mask=mask)
 
 
-@triton.jit(do_not_specialize=["h_rows", "grid_rows"])
+@triton.jit(do_not_specialize=["h_rows", "tiles", "grid_rows"])
 def blend_expand_kernel(
     h_ptr,
     b_ptr,
@@ -107,7 +106,6 @@ def blend_expand_kernel(
     scalings_ptr,
     b_slices_ptr,
     b_scales_ptr,
-    num_tiles_ptr,
     starts_ptr,
     tokens_ptr,
     slots_ptr,
@@ -121,6 +119,7 @@ def blend_expand_kernel(
     bias_stride_l,
     b_scales_stride_l,
     b_scales_stride_c,
+    tiles,
     grid_rows,
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
@@ -129,7 +128,8 @@ def blend_expand_kernel(
 ):
     """y[t, c] += sum over e of factors[t, e] * scaling * (h[e, s, t, :r] @ b[l, c, :r].T) + bias.
 
-    The sum has the order of the entries, from y on, in float32, and is rounded once.
+    The sum starts from y, follows the order of the entries in float32, and is rounded once. Where
+    a token does not have the adapter, its factor is NaN.
     """
     CHUNKS: tl.constexpr = SIZES.CHUNKS
     row, program = row_and_program(PROGRAMS)
@@ -138,15 +138,19 @@ def blend_expand_kernel(
         stride_c=b_stride_c, scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
     )  # fmt: skip
     s, first, end = columns_of(program, SIZES)
-    wait_for_h(SIZES)
-    num_tiles = tl.load(num_tiles_ptr)
     plane = ENTRIES * SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
-    for tile_row in tl.range(row, num_tiles, grid_rows, num_stages=1):
+    e_all = tl.arange(0, ENTRIES)  # [E]
+    for tile_row in tl.range(row, tiles, grid_rows, num_stages=1):
+        # Loads that do not wait for one another, and not for the shrink.
         tokens, positions = _positions(starts_ptr, tokens_ptr, tile_row, TILE)
+        slots = tl.load(slots_ptr + tile_row * ENTRIES + e_all)  # [E]
+        used = tl.sum((slots >= 0).to(tl.int32))
+        of_slots = slots * SIZES.NUM_SLICES + s
+        ranks = tl.load(ranks_ptr + of_slots, mask=slots >= 0, other=0)  # [E]
+        scalings = tl.load(scalings_ptr + of_slots, mask=slots >= 0, other=0.0)  # [E]
         has_token = tokens >= 0  # [T]
-        slots_at = slots_ptr + tile_row * ENTRIES
-        used = tl.sum((tl.load(slots_at + tl.arange(0, ENTRIES)) >= 0).to(tl.int32))
         y_at = y_ptr + tokens * y_stride_t  # [T]
+        wait_for_h(SIZES)
         for chunk in tl.static_range(CHUNKS):
             c = first + chunk * SIZES.BLOCK_C + tl.arange(0, SIZES.BLOCK_C)  # [C]
             inside = has_token[:, None]
@@ -155,14 +159,15 @@ def blend_expand_kernel(
             y = tl.load(y_at[:, None] + c[None, :], mask=inside, other=0.0)
             total, changed = y.to(tl.float32), tokens < -1  # [T, C], [T]
             for e in tl.range(0, used, num_stages=1):
-                slot = tl.load(slots_at + e).to(tl.int64)
-                rank = tl.load(ranks_ptr + slot * SIZES.NUM_SLICES + s)
+                is_e = e_all == e
+                slot = tl.sum(tl.where(is_e, slots, 0)).to(tl.int64)
+                rank = tl.sum(tl.where(is_e, ranks, 0))
                 factor = tl.load(
                     factors_ptr + positions * ENTRIES + e, mask=has_token, other=float("nan")
                 )  # [T]
                 member = factor == factor
                 if rank > 0:
-                    scaling = tl.load(scalings_ptr + slot * SIZES.NUM_SLICES + s)
+                    scaling = tl.sum(tl.where(is_e, scalings, 0.0))
                     h_slice = h_ptr + (e * SIZES.NUM_SLICES + s).to(tl.int64) * h_stride_s
                     of_y = RowsOfY(at=y_at, read=member, written=member)
                     product = _product(
@@ -192,7 +197,10 @@ def _positions(starts_ptr, tokens_ptr, row, TILE: tl.constexpr):
 
 @triton.jit
 def _product(h_rows, plane, y, b, slot, s, rank, end, c, S: tl.constexpr):
-    """Return h @ b.T of one entry for a block of columns [T, C], BLOCK_R ranks at a time."""
+    """Return h @ b.T of one entry for a block of columns [T, C], BLOCK_R ranks at a time.
+
+    `y` selects the rows of y that have the entry.
+    """
     if S.SLICE_ALIGN > 0:
         own, slot_stride, b_stride = slice_entry(b.slices, s, True, S.SLICE_ALIGN)
         b_slot = b.ptr + own + slot * slot_stride

@@ -13,9 +13,16 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.sgmv.blends import kernels
 from lora_backends.sgmv.blends.plan import Blend
-from lora_backends.sgmv.launch import Options, Stacks, choose_sizes, stacks_of
+from lora_backends.sgmv.launch import (
+    EMPTY_ROW,
+    Options,
+    Stacks,
+    choose_sizes,
+    layer_shape,
+    shrink_arguments,
+    stacks_of,
+)
 from lora_backends.sgmv.launching.kernel import (
-    INTERPRETED,
     Arguments,
     SpecializedKernel,
     specialized,
@@ -28,7 +35,7 @@ from lora_backends.weights import LoRAWeights
 
 
 class BlendKernels(NamedTuple):
-    """Both kernels for a layer and a shape of batch."""
+    """Both kernels of a layer for one shape of batch."""
 
     shrink: SpecializedKernel
     expand: SpecializedKernel
@@ -71,25 +78,20 @@ def add(
     capturing: bool,
 ) -> None:
     """Launch the shrink and the expand."""
-    assert stacks.a is not None and stacks.b is not None
+    assert stacks.b is not None
     tokens = x.shape[0]
-    # a batch without adapters compiles the kernels: a capture that follows cannot
-    rows = blend.grid_rows(capturing, tokens) or (0 if INTERPRETED else 1)
+    rows = blend.grid_rows(capturing, tokens) or EMPTY_ROW
     if not rows:
         return
     found = kernels_of(weights, stacks, blend, tokens, x.dtype, options)
     shape = (found.split_k, blend.entries * weights.num_slices, tokens, weights.max_rank)
     h = torch.empty(shape, dtype=torch.float32, device=x.device)
-    count, starts, order, slots, factors = blend.tables
-    a, a_scales = stacks.a, stacks.a_scales
-    stored = a.base if stacks.is_plain else stored_bytes(a.base)
-    scales = a.base if a_scales is None else a_scales  # the base is not read
-    tensors = (x, stored, stacks.ranks, a.table, scales, count, starts, order, slots, h)
-    strides = (0, 0, 0) if a_scales is None else a_scales.stride()[:3]
-    layout = tokens, *h.stride()[1:3]
-    numbers = (stacks.in_features, x.stride(0), *a.strides, *strides, *layout, rows)
-    found.shrink.launch(rows, Arguments(tensors, (), numbers))
+    *tables, factors = blend.tables
+    tensors, _, numbers = shrink_arguments(x, stacks, tuple(tables), h)
+    grid = blend.last_tile(capturing), rows
+    found.shrink.launch(rows, Arguments(tensors, (), (*numbers, *grid)))
     b, b_scales, bias = stacks.b, stacks.b_scales, stacks.bias
+    # also passed for tensors that the layer lacks, which the kernel does not read
     stored = b.base if stacks.is_plain else stored_bytes(b.base)
     of_b = (
         h,
@@ -100,15 +102,17 @@ def add(
         stacks.scalings,
         b.table,
         stored if b_scales is None else b_scales,
-        *(count, starts, order, slots, factors),
+        *tables,
+        factors,
     )
     numbers_of_b = (
-        *layout,
+        tokens,
+        *h.stride()[1:3],
         *b.strides,
         y.stride(0),
         0 if bias is None else bias.stride(0),
         *((0, 0) if b_scales is None else b_scales.stride()[:2]),
-        rows,
+        *grid,
     )
     found.expand.launch(rows, Arguments(of_b, (), numbers_of_b))
 
@@ -124,16 +128,9 @@ def kernels_of(
     """Return both kernels for a layer, a batch and x of `rows` rows: one cached lookup."""
     tokens = rows if blend.is_captured else blend.num_tokens
     kind = 0 if stacks.is_plain else storage_kind(weights.dtype, options.programmatic)
-    layer = LayerShape(
-        weights.num_slices,
-        weights.max_rank,
-        weights.in_features,
-        weights.out_features,
-        max(weights.dtype.itemsize, dtype.itemsize),
-    )
     return kernels_for(
         BatchShape(tokens, blend.tiles_hint, blend.tile_tokens),
-        layer,
+        layer_shape(weights, dtype.itemsize),
         weights.output_slices,
         (blend.adapters, blend.entries),
         stacks.bias is not None,
@@ -154,15 +151,16 @@ def kernels_for(
     storage: Storage,
     options: Options,
 ) -> BlendKernels:
-    """Return both kernels; `adapters` are those of a token and the entries of a tile, at most."""
+    """Return both kernels; `adapters` are the most of a token, and the most entries of a tile."""
     per_token, entries = adapters
-    rules = options._replace(source=rules_for(options.gpu))  # tables are of one adapter per token
-    # about two tokens a row or more, so that no size is one of lone tokens
+    # not the tables, which were measured with one adapter per token
+    rules = options._replace(source=rules_for(options.gpu))
+    # at least two tokens a row: with fewer the rules choose sizes without a matrix product
     batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots))
     stacked = replace(layer, num_slices=layer.num_slices * per_token)
     shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
     expand = choose_sizes(batch, layer, storage, rules, "linear")[1]
-    expand = replace(expand, num_stages=1)  # B comes without TMA
+    expand = replace(expand, num_stages=1)  # this kernel loads B without TMA
     columns, rank = column_programs(output_slices, expand), layer.max_rank
     of_a = shrink_sizes(
         shrink,

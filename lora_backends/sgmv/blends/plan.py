@@ -1,7 +1,7 @@
-"""The tables of a batch of several adapters per token: tiles of tokens, and the slots of each.
+"""The tables of a batch of several adapters per token: tiles of tokens, and the slots of each tile.
 
-Tokens with equal adapters lie together, and a tile takes more sets of adapters as long as they name
-few slots. One shrink and one expand serve all adapters:
+Tokens with the same set of adapters lie together. A tile takes set after set until their slots, or
+their tokens, are more than it has room for. One shrink and one expand serve all adapters:
 
                  passes of one adapter each       one pass
     launches     2n                               2
@@ -9,8 +9,8 @@ few slots. One shrink and one expand serve all adapters:
     y moves      n reads, n writes                1 read, 1 write
     A, B, h      once for each adapter of a tile  the same
 
-for x [tokens, in], y [tokens, out] and n adapters per token. Where all tokens of a batch have other
-sets, tiles hold fewer tokens, but still at least two sets each.
+for x [tokens, in], y [tokens, out] and n adapters per token. If every token has a set of its own,
+tiles hold fewer tokens, but each has room for two sets.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ class Blend:
         slots    [[0, 1], [0, 2]]   the entries of each tile, ascending, then -1
         factors  [[1, 1], [1, 1], [1, 1], [nan, 1]]
 
-    factors [positions, entries] has the scale of a token's adapter, NaN where it has no such. A
-    slot that a token has twice is two entries. Programs loop over tiles, so a captured grid serves
-    any number of them. All tables lie in one buffer, which a refill overwrites.
+    factors [positions, entries] has the token's scale for each entry, or NaN where the token does
+    not have that adapter. A slot that a token has twice is two entries. Programs loop over tiles,
+    so a captured grid serves any number of them. All tables lie in one buffer, which a refill
+    overwrites.
     """
 
     num_slots: int
     capacity: int  # tokens that a refill may have
     adapters: int  # per token, at most
-    has_room: bool  # whether refills may have tiles of another size until a graph is captured
+    has_room: bool  # whether a refill may change `tile_tokens`, until a graph is captured
     packed: torch.Tensor  # [size] int32, on the device
     entries: int  # of a tile, at most; a power of two
-    room: int  # tiles that any batch needs at most
+    room: int  # the most tiles that any batch can need
     tile_tokens: int = 0  # 0: not filled yet
     num_tokens: int = 0
     num_tiles: int = 0
-    tiles_hint: int = 1  # tile sizes of kernels follow from it
+    tiles_hint: int = 1  # about `num_tiles`; kernels' tile sizes follow from it
     is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the tables
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,25 +62,28 @@ class Blend:
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """The number of tiles, then `starts`, `tokens`, `slots` and `factors`."""
-        packed, at = self.packed, self._places()
-        factors = packed[at[3] :].view(torch.float32)
-        return packed, packed[at[0] :], packed[at[1] :], packed[at[2] :], factors
+        """`starts`, `tokens`, `slots` and `factors`."""
+        packed, (tokens, slots, factors, _) = self.packed, self._places()
+        return packed, packed[tokens:], packed[slots:], packed[factors:].view(torch.float32)
 
-    def _places(self) -> tuple[int, int, int, int, int]:
+    def _places(self) -> tuple[int, int, int, int]:
         return places(self.capacity, self.room, self.entries)
 
     def grid_rows(self, capturing: bool, rows: int) -> int:
-        """Return the rows of the grid for x of `rows` rows, in use or, captured, enough for most.
+        """Return the rows of the grid for x of `rows` rows: those in use.
 
-        A program of a captured grid may have several tiles of an unusual batch.
+        While capturing, enough for most batches: in others a program computes several tiles.
         """
         if not capturing:
             return self.num_tiles
         return min(self.room, max_runs(rows, self.num_slots, self.tile_tokens))
 
+    def last_tile(self, capturing: bool) -> int:
+        """Return the end of the tiles that programs look at; those not in use are empty."""
+        return self.room if capturing else self.num_tiles
+
     def fill(self, batch: LoRABatch, found: SortedTokens, tile_tokens: int) -> None:
-        """Cut a batch into tiles; the copy of the tables to the device is under way."""
+        """Cut a batch into tiles, and start the copy of the tables to the device."""
         may_cut = self.tile_tokens == 0 or (self.has_room and not self.is_captured)
         if may_cut:
             self.tile_tokens = tile_tokens
@@ -90,10 +94,9 @@ class Blend:
         array = staged.numpy()
         keys = np.where(found.live, found.slots * self.adapters + found.repeats, -1)
         starts, of_tiles = cut_tiles(keys, self.tile_tokens, self.entries)
-        starts_at, tokens_at, slots_at, factors_at, _ = self._places()
+        tokens_at, slots_at, factors_at, _ = self._places()
         count, active = len(of_tiles), len(found.tokens)
-        array[0] = count
-        array[starts_at : starts_at + count + 1] = starts
+        array[: count + 1], array[count + 1 : self.room + 1] = starts, starts[-1]
         array[tokens_at : tokens_at + active] = found.tokens
         firsts = np.cumsum([0, *map(len, of_tiles)])
         tiles = np.arange(count).repeat(np.diff(firsts))
@@ -107,7 +110,7 @@ class Blend:
         factors.fill(np.nan)
         position, column = np.nonzero(found.live)
         tile = np.arange(count).repeat(np.diff(starts))[position]
-        wide = self.num_slots * self.adapters  # keys are below
+        wide = self.num_slots * self.adapters  # above every key
         place = np.searchsorted(tiles * wide + entries, tile * wide + keys[position, column])
         scales = 1.0 if found.scales is None else found.scales[position, column]
         factors[position, place - firsts[tile]] = scales
@@ -118,12 +121,12 @@ class Blend:
 
 
 def cut_tiles(keys: Ints, tile_tokens: int, entries: int) -> tuple[list[int], list[list[int]]]:
-    """Return where tiles start, and the end of the last, and the keys of each, ascending.
+    """Return the start of each tile and the end of the last, and the keys of each tile, ascending.
 
     Args:
-        keys: [positions, n] the adapters of each position, equal rows together; -1: none.
-        tile_tokens: positions of a tile at most.
-        entries: keys of a tile at most, n or more.
+        keys: [positions, n] the adapters of each position, with equal rows together; -1: none.
+        tile_tokens: the most positions of a tile.
+        entries: the most keys of a tile; at least n.
 
     >>> cut_tiles(np.array([[0, 1], [0, 2], [0, 2], [2, -1]]), 16, 2)
     ([0, 1, 4], [[0, 1], [0, 2]])
@@ -148,24 +151,22 @@ def cut_tiles(keys: Ints, tile_tokens: int, entries: int) -> tuple[list[int], li
     return starts, tiles
 
 
-def places(capacity: int, room: int, entries: int) -> tuple[int, int, int, int, int]:
-    """Return where `starts`, `tokens`, `slots` and `factors` begin in the buffer, and its end."""
-    starts = aligned(1)
-    tokens = starts + aligned(room + 1)
+def places(capacity: int, room: int, entries: int) -> tuple[int, int, int, int]:
+    """Return the offsets of `tokens`, `slots` and `factors` behind `starts`, and the size."""
+    tokens = aligned(room + 1)
     slots = tokens + aligned(capacity)
     factors = slots + aligned(room * entries)
-    return starts, tokens, slots, factors, factors + aligned(capacity * entries)
+    return tokens, slots, factors, factors + aligned(capacity * entries)
 
 
 def new_blend(batch: LoRABatch, capacity: int | None, device: torch.device) -> Blend:
-    """Return tables with room for `capacity` tokens, to be filled.
-
-    Two tiles that follow each other have more keys than one takes, or more tokens.
-    """
+    """Return empty tables with room for `capacity` tokens."""
     has_room, capacity = capacity is not None, capacity or batch.num_tokens
     adapters = batch.adapters_per_token
     entries = power_of_two(2 * adapters)
-    in_two = entries // adapters + 1  # tokens of two tiles at least: less than a tile may have
+    # Two adjacent tiles have more keys, or more tokens, than one may have: else they would be one.
+    # More than `entries` keys come from at least this many tokens, fewer than a tile may have.
+    in_two = entries // adapters + 1
     room = max(1, 2 * -(-capacity // in_two))
     size = places(capacity, room, entries)[-1]
     packed = torch.empty(size, dtype=torch.int32, device=device)
@@ -173,7 +174,7 @@ def new_blend(batch: LoRABatch, capacity: int | None, device: torch.device) -> B
 
 
 def fill_blend(blend: Blend, batch: LoRABatch, tile_tokens: Any) -> Blend:
-    """Fill the tables; `tile_tokens` maps tokens and sets of adapters to the tokens of a tile."""
+    """Fill the tables; `tile_tokens(tokens, sets of adapters)` returns the tokens of a tile."""
     found = sorted_tokens(batch)
     sets = 1 + int((found.slots[1:] != found.slots[:-1]).any(1).sum())
     blend.fill(batch, found, tile_tokens(batch.num_tokens, sets))

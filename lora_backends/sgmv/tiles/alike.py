@@ -1,16 +1,17 @@
-"""Tables of another card: which cards are alike, and the sizes of one on the other.
+"""Tables of another card: which cards are alike, and how sizes of one are used on the other.
 
-Two cards are alike if they have one compute capability, or architecture of AMD, and numbers of
-multiprocessors whose ratio is below `MOST_RATIO`.
+Two cards are alike if they have the same compute capability (on ROCm, the same architecture) and
+their numbers of multiprocessors differ by less than a factor of `MOST_RATIO`.
 
-- **Capability.** It fixes what a kernel compiles to, and the shared memory and registers of a
+- **Capability** fixes the machine code of a kernel, and the shared memory and registers of a
   multiprocessor. So sizes that ran on one card fit on the other, with as many programs on each
   multiprocessor.
-- **Multiprocessors.** A grid with as many programs for each of them takes as many rounds. The parts
-  of the inputs follow their number (`scaled`). Other sizes are powers of two: below a ratio of the
-  root of two, the nearest one is the measured one.
-- **Bandwidth** does not count. It decides how many bytes have to be in flight. A table of faster
-  memory has enough of them for slower memory; the other way around there may be too few.
+- **Multiprocessors.** A grid takes as many rounds on both cards if each multiprocessor has as many
+  programs. `scaled` therefore changes the parts of the inputs by the ratio. Other sizes are powers
+  of two, and for a ratio below the root of two the nearest power is the measured size itself.
+- **Bandwidth** is ignored. It decides how many bytes have to be in flight. Sizes measured with
+  faster memory have enough loads in flight for slower memory; the other way around they may have
+  too few.
 
 H200, H100 SXM and GH200 (9.0, 132 multiprocessors) and H100 PCIe (114) are alike; H20 (78) is not.
 L40S (8.9, 142) and RTX 4090 (128) are alike; L4 (58) is not. A100 (8.0, 108) is unlike A30 (56).
@@ -25,14 +26,14 @@ from lora_backends.sgmv.tiles.gpu import Gpu
 from lora_backends.sgmv.tiles.sizes import LayerShape, TileConfig, part_waste
 
 MOST_RATIO = math.sqrt(2)
-"""Between the multiprocessors of cards that are alike."""
+"""Numbers of multiprocessors of cards that are alike have a ratio below this."""
 
 MOST_PARTS = 64
 """The largest split_k that `tile_faults` allows."""
 
 
 def are_alike(capability: str, multiprocessors: int, others: str, other_count: int) -> bool:
-    """Return whether a card takes sizes measured on another, see the top of this file.
+    """Return whether two cards are alike, as the top of this file defines it.
 
     >>> are_alike("9.0", 132, "9.0", 114), are_alike("9.0", 132, "9.0", 78)
     (True, False)
@@ -44,17 +45,18 @@ def are_alike(capability: str, multiprocessors: int, others: str, other_count: i
 
 
 def scaled(tiles: TileConfig, layer: LayerShape, measured: int, gpu: Gpu) -> TileConfig:
-    """Return measured sizes with parts of the inputs for another number of multiprocessors.
+    """Return measured sizes with `split_k` changed for another number of multiprocessors.
 
     Args:
         tiles: measured sizes.
-        layer: that they were measured for.
+        layer: the layer that they were measured for.
         measured: multiprocessors of the card that they were measured on.
-        gpu: the card that takes them.
+        gpu: the card that uses them.
 
     Returns:
-        The sizes with the split_k nearest in ratio to ``split_k * gpu.multiprocessors / measured``,
-        where steps that parts waste count as distance; the same sizes on as many multiprocessors.
+        The sizes with the split_k nearest in ratio to ``split_k * gpu.multiprocessors / measured``;
+        the distance is multiplied by `part_waste`. Unchanged if the cards have as many
+        multiprocessors.
     """
     shrink, wanted = tiles.shrink, tiles.shrink.split_k * gpu.multiprocessors / measured
     if gpu.multiprocessors == measured:
@@ -62,7 +64,7 @@ def scaled(tiles: TileConfig, layer: LayerShape, measured: int, gpu: Gpu) -> Til
 
     def distance(split: int) -> float:
         ratio = max(split, wanted) / min(split, wanted)
-        # rounded: of equal ones, the fewest parts
+        # rounded, so that of equal distances the fewest parts win
         return round(ratio * part_waste(layer.in_features, shrink.block_k, split), 6)
 
     most = min(MOST_PARTS, -(-layer.in_features // shrink.block_k))

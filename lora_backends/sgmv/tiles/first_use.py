@@ -1,14 +1,13 @@
-"""Tuning at first use: a layer's sizes are searched when it first runs, where a user asks for it.
+"""Tuning at first use: a layer's sizes are searched when it first runs, if the user asks for it.
 
-`tiles="tune:60s"` asks for it, or LORA_BACKENDS_TUNE=60s beside `tiles="auto"`; nothing else does.
-The first call of a layer that no table of this card answers waits for a search. What is found goes
-to a file of its own, which later processes read.
+`tiles="tune:60s"` asks for it, or LORA_BACKENDS_TUNE=60s with `tiles="auto"`; nothing else does. If
+no table of this card has the layer, its first call waits for the search. Results go to a file of
+their own, which later processes read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import re
 import sys
@@ -27,15 +26,8 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.common.durations import seconds_of
 from lora_backends.common.names import TUNE_VARIABLE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.gpu import gpu_of
-from lora_backends.sgmv.tiles.sizes import (
-    TILE_TOKENS,
-    BatchShape,
-    LayerShape,
-    TileConfig,
-    tile_faults,
-)
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, BatchShape, LayerShape, TileConfig
 from lora_backends.sgmv.tiles.source import (
     TileSource,
     fixed_source,
@@ -44,11 +36,10 @@ from lora_backends.sgmv.tiles.source import (
     user_folder,
 )
 from lora_backends.sgmv.tiles.table import (
-    SCHEMA,
     Entry,
-    TileTable,
-    device_of,
+    Key,
     file_name,
+    new_table,
     read_table,
     table_text,
 )
@@ -60,14 +51,14 @@ ASKED = "tune:"
 """The beginning of an option `tiles` that asks for tuning; a time follows."""
 
 SHARE = 4
-"""A search takes at most the time left over this: the first layers must not take all of it."""
+"""A search takes at most the time that is left divided by this, so that later layers get some."""
 
 MOST_SECONDS, LEAST_SECONDS = 20.0, 2.0
-"""The longest a search takes, and the shortest that is worth one: a compilation takes a second."""
+"""The most that a search takes, and the least that one begins with: compiling one candidate takes
+about a second."""
 
 _PACKAGES = ("torch", "triton", "lora-backends")
 
-Key = tuple[LayerShape, int, int, int]  # of an entry: layer, tokens, active slots, tile
 LabOf = Callable[[BatchShape, LayerShape], "Lab"]
 
 
@@ -82,13 +73,13 @@ def asked_source(
     Args:
         engine: the class; searches make backends of it.
         device: of the backend.
-        tiles: as for `tile_source`, or "tune:60s" for instance.
-        batch_invariant: whether sizes may not vary with the batch: nothing is tuned.
+        tiles: as for `tile_source`, or e.g. "tune:60s".
+        batch_invariant: whether all batches take the same sizes; then nothing is tuned.
 
     Raises:
-        InvalidInputError: as `tile_source`; or the time is none, or the user's folder cannot be
-            written to.
-        UnsupportedInputError: tuning is asked for on a device that is no GPU.
+        InvalidInputError: as `tile_source`; or the time cannot be read, or the user's folder cannot
+            be written to.
+        UnsupportedInputError: tuning is asked for on a device that is not a GPU.
     """
     package = engine.entry_kernels.__package__
     seconds, given = None, os.environ.get(TUNE_VARIABLE)
@@ -115,13 +106,13 @@ def first_use_source(
     lab_of: LabOf,
     now: Callable[[], float] = time.monotonic,
 ) -> TileSource:
-    """Return a source that searches what no table of this card has.
+    """Return a source that searches sizes for layers that no table of this card has.
 
     Args:
         backend: the engine's name.
-        device: that it runs on.
-        seconds: for all searches of this source.
-        tables: what it takes otherwise, and where a search begins.
+        device: the device that it runs on.
+        seconds: the time of all searches of this source together.
+        tables: the sizes that a search starts from, and those of calls that are not searched.
         lab_of: makes the lab for a batch and a layer.
         now: a clock in seconds.
     """
@@ -132,7 +123,7 @@ def first_use_source(
     check_writable(path.parent, TUNE_VARIABLE)
     state = _FirstUse(backend, device, seconds, tables, lab_of, now, path, software)
     state.entries = state.read()
-    # functions: a copy of a backend shares them, and could not copy a lock
+    # a function, not a method: a copy of a backend shares it, where copying the lock would fail
     return replace(
         tables,
         choose_tiles=lambda batch, layer: state.choose_tiles(batch, layer),
@@ -149,7 +140,7 @@ def cache_name(backend: str, device: torch.device, software: Mapping[str, str]) 
 
 @dataclass
 class _FirstUse:
-    """What one source has found, and the time that it has left."""
+    """The entries that one source has found, and the time that it has left."""
 
     backend: str
     device: torch.device
@@ -164,10 +155,10 @@ class _FirstUse:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def choose_tiles(self, batch: BatchShape, layer: LayerShape) -> TileConfig:
-        """Return what a table of this card has, else what a search found or finds now."""
+        """Return the sizes of a table of this card, or of an earlier search, or search now."""
         tiles = self.chosen.get((batch, layer))
         if tiles is None:
-            # a search waits for the device, which a capture forbids
+            # a search synchronizes with the device, which is forbidden during a capture
             if is_capturing(self.device):
                 return self._known(batch, layer) or self.tables.choose_tiles(batch, layer)
             with self.lock:
@@ -179,7 +170,7 @@ class _FirstUse:
         known = self._known(batch, layer)
         if known is not None:
             return known
-        # workloads have no 8-bit stacks: these follow tables and rules
+        # 8-bit stacks take tables and rules: the lab has no such layers
         is_searched = batch.active_slots > 0 and batch.tile_tokens in TILE_TOKENS
         if is_searched and layer.item_bytes > 1 and self._share() >= LEAST_SECONDS:
             self.entries |= self.read()  # another process may have found it
@@ -190,22 +181,19 @@ class _FirstUse:
         own = self.tables.measured(batch, layer)
         if own is not None:
             return own
-        entries = [
-            entry
-            for entry in self.entries.values()
-            if (entry.layer, entry.tile_tokens) == (layer, batch.tile_tokens)
-        ]
-        near: Entry | None = nearest(entries, batch.num_tokens, batch.active_slots)
+        kind = layer, batch.tile_tokens
+        alike = [each for each in self.entries.values() if (each.layer, each.tile_tokens) == kind]
+        near: Entry | None = nearest(alike, batch.num_tokens, batch.active_slots)
         return None if near is None else near.tiles
 
     def _share(self) -> float:
         return min(MOST_SECONDS, self.left / SHARE)
 
     def _search(self, batch: BatchShape, layer: LayerShape) -> TileConfig | None:
-        """Search within a share of the time, and add what is found to the file."""
-        from lora_backends.bench.search import RulesFail, search
+        """Search within a share of the time that is left, and add the result to the file."""
+        from lora_backends.bench.search import RulesFail, search_entry
 
-        began, gpu = self.now(), gpu_of(self.device)
+        began = self.now()
         end = began + self._share()
         _say(
             f"tuning {self.backend}: {layer.in_features} -> {layer.out_features}, rank "
@@ -214,74 +202,50 @@ class _FirstUse:
         )
         try:
             with _apart(self.device):
-                found = search(
-                    rules.choose_tiles(batch, layer, gpu),
-                    self.tables.choose_tiles(batch, layer),
-                    lambda tiles: not tile_faults(tiles, batch.tile_tokens, layer, gpu),
-                    self.lab_of(batch, layer),
-                    lambda: self.now() >= end,
-                )
+                lab, gpu = self.lab_of(batch, layer), gpu_of(self.device)
+                found, entry = search_entry(batch, layer, gpu, self.tables, lab, self.now, end)
         except (RulesFail, torch.cuda.OutOfMemoryError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             _say(f"  not tuned: {first}")
             return None
         finally:
             self.left -= self.now() - began
-        tuned, by_rules = round(found.tuned_us, 3), round(found.rules_us, 3)
-        _say(f"  rules {by_rules:.2f} us -> {tuned:.2f} us, {found.tried} sizes timed")
+        times = f"rules {entry.rules_us:.2f} us -> {entry.tuned_us:.2f} us"
+        _say(f"  {times}, {found.tried} sizes timed")
         if self._share() < LEAST_SECONDS:
             _say(f"the time to tune is used up; results are in {self.path}")
-        entry = Entry(
-            layer,
-            batch.num_tokens,
-            batch.active_slots,
-            batch.tile_tokens,
-            found.tiles,
-            tuned,
-            by_rules,
-        )
         self._add(entry)
         return entry.tiles
 
     def read(self) -> dict[Key, Entry]:
-        """Return the entries of the file; one that is torn or of other software has none."""
+        """Return the entries of the file; a torn one, or one of other versions, has none."""
         if not self.path.is_file():
             return {}
         try:
             table = read_table(self.path, self.backend, self.device)
         except InvalidInputError as error:
-            # it holds nothing that a user wrote, and the next search writes it anew
+            # not an error: no user wrote the file, and the next search writes a new one
             problem = str(error).splitlines()[0]
             warnings.warn(f"ignored, and to be written anew: {problem}", stacklevel=2)
             return {}
         if table.versions != self.software:
             warnings.warn(f"ignored, it is of other versions: {self.path}", stacklevel=2)
             return {}
-        return {_key(entry): entry for entry in table.entries}
+        return {entry.key: entry for entry in table.entries}
 
     def _add(self, entry: Entry) -> None:
-        """Add an entry to the file, with what other processes have added meanwhile."""
+        """Add an entry to the file, and keep those that other processes have added meanwhile."""
         from lora_backends.bench.results import write_whole
 
         with _locked(self.path.parent):
-            self.entries |= self.read() | {_key(entry): entry}
-            name, capability = device_of(self.device)
-            table = TileTable(
-                schema=SCHEMA,
-                backend=self.backend,
-                device=name,
-                capability=capability,
-                multiprocessors=gpu_of(self.device).multiprocessors,
-                versions=self.software,
-                date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-                batches=(),  # the tokens per tile are chosen before a layer is known
-                entries=tuple(self.entries.values()),
-            )
+            self.entries |= self.read() | {entry.key: entry}
+            # without `batches`: the tokens per tile are chosen before a layer is known
+            table = new_table(self.backend, self.device, self.software, self.entries.values())
             write_whole(self.path, table_text(table))
 
 
 def rounded(batch: BatchShape) -> BatchShape:
-    """Return a batch in powers of two, so that processes measure the same ones.
+    """Return a batch with sizes rounded to powers of two, so that processes measure the same ones.
 
     >>> rounded(BatchShape(num_tokens=100, active_slots=5, tile_tokens=16))
     BatchShape(num_tokens=128, active_slots=4, tile_tokens=16)
@@ -293,10 +257,6 @@ def rounded(batch: BatchShape) -> BatchShape:
 def _nearest_power(value: int) -> int:
     below = 1 << (value.bit_length() - 1)
     return 2 * below if value * value > 2 * below * below else below
-
-
-def _key(entry: Entry) -> Key:
-    return entry.layer, entry.num_tokens, entry.active_slots, entry.tile_tokens
 
 
 def _lab(engine: Any, device: torch.device, batch: BatchShape, layer: LayerShape) -> Lab:
@@ -319,7 +279,7 @@ def _lab(engine: Any, device: torch.device, batch: BatchShape, layer: LayerShape
 
 @contextlib.contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Keep a search apart from the caller: its random numbers, its modes and its memory."""
+    """Isolate a search: the caller's random state and modes stay, cached memory is freed."""
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             stack.callback(torch.cuda.empty_cache)
@@ -337,7 +297,7 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         import fcntl
     except ImportError:
-        yield  # a file is still whole, but may lack what another process found
+        yield  # files are still whole, but may lack entries of another process
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -349,5 +309,5 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    """Show progress: who asked for tuning waits for it."""
+    """Print progress to stderr: the user waits for the search."""
     print(f"lora_backends: {line}", file=sys.stderr, flush=True)

@@ -48,7 +48,7 @@ Index = Mapping[tuple[LayerShape, int], Sequence[Entry]]
 
 
 def _unmeasured(batch: BatchShape, layer: LayerShape) -> None:
-    """Return no sizes; a lambda cannot be pickled."""
+    """Return None: nothing was measured. A function, as a lambda cannot be pickled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +59,8 @@ class TileSource:
     choose_tiles: Callable[[BatchShape, LayerShape], TileConfig]
     files: tuple[str, ...] = ()  # tables in use, the strongest first; () means the rules alone
     measured: Callable[[BatchShape, LayerShape], TileConfig | None] = _unmeasured
-    """Returns the sizes that a table of this very device has for a layer, or None."""
-    like: str | None = None  # the device of the last table, where that is another one
+    """Returns the sizes that a table measured on this device has for a layer, or None."""
+    like: str | None = None  # the device of the last table, if that is another one
 
     @property
     def origin(self) -> str:
@@ -87,19 +87,19 @@ def tile_source(
     """Return the source that an engine's option `tiles` asks for.
 
     "auto" takes the user's table for the device, then the one in the folder `tables` of the
-    engine's package, or there the one of the most similar card that is `alike`, then the rules. A
-    file may be of this device or a like one. A batch-invariant engine uses the rules alone.
+    engine's package, or else the one there of the most similar card that is `alike`, then the
+    rules. A file may be of this device or a like one. A batch-invariant engine uses only the rules.
 
     Raises:
         InvalidInputError: a file is named for a batch-invariant engine; or a file, under "auto"
-            too, cannot be read, is broken, or belongs to another backend or device.
+            too, cannot be read, is broken, or belongs to another backend or an unlike device.
     """
     if isinstance(tiles, TileSource):
         return tiles
     if not isinstance(tiles, str | os.PathLike):
         raise InvalidInputError(
             f"tiles of backend {backend!r}: given {tiles!r}\n"
-            f"  allowed: 'auto', 'rules', 'tune:60s' for instance, or the file of a table"
+            f"  allowed: 'auto', 'rules', 'tune:60s' or another time, or the file of a table"
         )
     if batch_invariant and tiles not in ("auto", "rules"):
         raise InvalidInputError(
@@ -158,7 +158,7 @@ def nearest(measured: Sequence[Any], num_tokens: int, active_slots: int) -> Any 
 
 
 def _automatic(backend: str, package: str, device: torch.device) -> tuple[Path, Path]:
-    """Return the places of the user's table for a device, and of the library's own."""
+    """Return the paths of the user's table for a device, and of the library's own."""
     folder = user_folder()
     if os.environ.get(TILES_VARIABLE) and not folder.is_dir():
         raise InvalidInputError(

@@ -1,18 +1,19 @@
 """Files of measured tile sizes, checked before any size is used.
 
-A table belongs to one backend and one device model; cards that are `alike` may take it, too. It
+A table belongs to one backend and one device model; cards that are `alike` may use it, too. It
 holds the fastest sizes measured for some layer shapes and batches.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,6 +28,10 @@ SCHEMA = 3
 """Version of the files' layout: a file of another version is refused."""
 
 
+Key: TypeAlias = tuple[LayerShape, int, int, int]
+"""Identifies an `Entry` in a table: layer, tokens, active slots, tokens per tile."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """The measurement of one layer shape and batch."""
@@ -38,6 +43,11 @@ class Entry:
     tiles: TileConfig
     tuned_us: float  # microseconds of one run_linear with these tiles
     rules_us: float  # with the tiles of the rules, in the same run
+
+    @property
+    def key(self) -> Key:
+        """The entry's `Key`."""
+        return self.layer, self.num_tokens, self.active_slots, self.tile_tokens
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class TileTable:
 def device_of(device: torch.device | str) -> tuple[str, str]:
     """Return the model of a device and its compute capability, or its architecture on ROCm.
 
-    ROCm also tells numbers, of which (9, 0) is an MI200.
+    torch reports a numeric capability on ROCm, too, but there (9, 0) is an MI200.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -87,20 +97,42 @@ def file_name(backend: str, device: torch.device | str) -> str:
 
 
 def read_table(path: Path, backend: str, device: torch.device | str) -> TileTable:
-    """Read a table of this device; check its backend and that all of its sizes can run."""
+    """Read a table of this device; check its backend, and that all of its sizes can run."""
     return _read(path, backend, device, _check_owner)
 
 
 def read_like_table(path: Path, backend: str, device: torch.device | str) -> TileTable:
     """Read a table of this device, or of one that is `alike`, with its sizes scaled to this one.
 
-    Sizes of the other card that cannot run here are left out.
+    Sizes measured on another card that cannot run here are left out.
     """
     table, gpu = _read(path, backend, device, _check_like), gpu_of(device)
     if is_of(table, device):
         return table
     entries = [replace(entry, tiles=_scaled(entry, table, gpu)) for entry in table.entries]
     return replace(table, entries=tuple(e for e in entries if not _faults(e, gpu)))
+
+
+def new_table(
+    backend: str,
+    device: torch.device | str,
+    versions: Mapping[str, str],
+    entries: Iterable[Entry],
+    batches: Iterable[BatchTiles] = (),
+) -> TileTable:
+    """Return a table of this device with today's date."""
+    name, capability = device_of(device)
+    return TileTable(
+        schema=SCHEMA,
+        backend=backend,
+        device=name,
+        capability=capability,
+        multiprocessors=gpu_of(device).multiprocessors,
+        versions=versions,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        batches=tuple(batches),
+        entries=tuple(entries),
+    )
 
 
 def is_of(table: TileTable, device: torch.device | str) -> bool:
@@ -204,7 +236,7 @@ def _other_card(table: TileTable, device: torch.device | str) -> str:
 def _check_entries(table: TileTable, gpu: Gpu | None) -> None:
     """Refuse sizes that kernels would run wrongly, and two entries for one layer and batch.
 
-    Sizes of another card, for which `gpu` is None, are looked at once they are scaled.
+    Sizes of another card, for which `gpu` is None, are checked after they are scaled.
     """
     seen: set[Any] = set()
     for i, batch in enumerate(table.batches):
@@ -220,8 +252,7 @@ def _check_entries(table: TileTable, gpu: Gpu | None) -> None:
         faults = _faults(entry, gpu) if gpu is not None else []
         if faults:
             raise StrictError(f"{where}.tiles cannot be run: {'; '.join(faults)}")
-        key = (entry.layer, entry.num_tokens, entry.active_slots, entry.tile_tokens)
-        _check_once(where, key, seen)
+        _check_once(where, entry.key, seen)
 
 
 def _scaled(entry: Entry, table: TileTable, gpu: Gpu) -> TileConfig:

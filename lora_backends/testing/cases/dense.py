@@ -18,13 +18,12 @@ from lora_backends.weights import LoRAWeights
 LARGEST_EXACT = 256
 """Integers up to here are exact in bfloat16; |h| of an integer case stays within."""
 
-
 FEW = 8
-"""Values of a sparse row that are not 0."""
+"""The most nonzero values of a sparse row."""
 
 Values: TypeAlias = Literal["real", "sparse", "integer"]
-"""Normal; normal but few in a row of x and of dL/dy, so that the bound stays narrow however wide
-the row is; or small integers whose sums are exact."""
+"""real: normal values; sparse: the same, but rows of x and of dL/dy are sparse, so that the bound
+stays narrow however wide they are; integer: small integers whose sums are exact."""
 
 
 class ReproducibleCase:
@@ -290,13 +289,13 @@ def normals(shape: tuple[int, ...], generator: torch.Generator, largest: int = 0
 
 
 def sparse_normals(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Return normal values, of which a row keeps at most `FEW`: half anywhere, half at its end."""
+    """Return normal values with at most `FEW` nonzero in a row: half anywhere, half at its end."""
     values = normals(shape, generator)
     if shape[-1] <= FEW:
         return values
     order = torch.rand(shape, generator=generator, device="cpu")
     kept = torch.zeros(shape, dtype=torch.bool, device="cpu")
-    for columns in (order, order[..., -LARGEST_EXACT // 4 :]):  # where a tile is cut off
+    for columns in (order, order[..., -LARGEST_EXACT // 4 :]):  # the end: tiles are cut off there
         chosen = columns.topk(FEW // 2).indices + (shape[-1] - columns.shape[-1])
         kept.scatter_(-1, chosen, True)
     return values * kept

@@ -29,6 +29,8 @@ KINDS_OF_VALUES: Mapping[Kinds, tuple[Values, ...]] = {
     "integer": ("integer",),
     "either": ("real", "integer", "sparse", "integer"),
 }
+"""The kinds of values that each choice draws from; each entry is as likely."""
+
 Split: TypeAlias = Literal["", "a", "b", "ab"]
 SPLITS: tuple[Split, ...] = ("", "ab", "a", "b")
 
@@ -191,7 +193,8 @@ def lora_cases(
         draw: given by Hypothesis.
         dtypes: dtypes of x, weights and base_output, e.g. ``Backend.dtypes``.
         profile: how large.
-        values: normal values, these or sparse ones, small integers, or any of them.
+        values: "real" draws normal values, "inexact" these or sparse ones, "integer" small
+            integers, "either" any of the three.
         num_slices: fixes the number of slices.
         base: fixes whether there is a base_output.
         bias: fixes whether there is a bias.

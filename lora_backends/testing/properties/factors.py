@@ -146,7 +146,7 @@ def dora_equals_the_merged_weight(backend: LoRABackend, case: LoRACase) -> None:
 
 
 def several(case: LoRACase, inputs: LoRAInputs, count: int) -> LoRAInputs:
-    """Return inputs of up to four adapters per token, with scales if the case has them.
+    """Return inputs of `count` adapters per token, up to four, with scales if the case has them.
 
     The first column is the drawn one; x of a token that gains an adapter gets values.
     """
@@ -168,9 +168,9 @@ def several(case: LoRACase, inputs: LoRAInputs, count: int) -> LoRAInputs:
     features=ANY_LAYER,
 )
 def several_adapters_are_the_sum_of_single_runs(backend: LoRABackend, case: LoRACase) -> None:
-    """Two to four adapters per token, some missing or twice; run_linear and another operation.
+    """Two to four adapters per token, some missing or repeated; run_linear and another operation.
 
-    They are summed in float32 or wider and rounded once: of integers there is one result.
+    Deltas are summed in float32 or wider and rounded once, so integers have only one right result.
     """
     inputs = several(case, case.build(backend.device), 2 + case.seed % 3)
     plan, wanted = backend.prepare_batch(inputs.batch), expected(backend, inputs)
@@ -181,7 +181,7 @@ def several_adapters_are_the_sum_of_single_runs(backend: LoRABackend, case: LoRA
         for op in operations_for(inputs.weights)
         if op.input is not Input.H and op.name != "run_linear"
     ]
-    # the seed's rest by 3 has chosen the number of adapters
+    # not `seed % 3`, which chose the number of adapters
     for operation in (BY_NAME["run_linear"], others[case.seed // 3 % len(others)]):
         y = run(backend, operation, inputs, plan, inputs.new_view())
         if operation.input is Input.ROWS:

@@ -42,8 +42,8 @@ def compositions(case: LoRACase) -> list[list[int]]:
     """Return compositions of equal length that differ as much as possible from each other.
 
     The drawn one; none with an adapter; one adapter owning all; every token the next slot; the
-    drawn one shifted by a slot and shuffled; the drawn one again; the same but for one token, which
-    is neither the first nor the last where there are more.
+    drawn one shifted by a slot and shuffled; the drawn one again; the drawn one with another slot
+    for the last token but one.
     """
     tokens, slots = case.num_tokens, case.num_slots
     shuffled = [(slot + 1) % slots if slot >= 0 else slot for slot in case.slots]
@@ -184,7 +184,7 @@ def one_plan_serves_layers_of_any_shape(backend: LoRABackend, case: LoRACase) ->
 
 
 def _of_the_same_shape(backend: LoRABackend, case: LoRACase) -> list[LoRACase]:
-    """Return cases that differ in one thing that a shape does not show."""
+    """Return cases of the same shape that differ in strides, dtype, ranks or optional tensors."""
     others = [dtype for dtype in backend.dtypes if dtype not in (case.base, torch.float64)]
     with_base = dataclasses.replace(case, base=others[case.seed % len(others)]) if others else case
     changed = [

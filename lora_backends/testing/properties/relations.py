@@ -132,9 +132,9 @@ def equal_adapters_are_interchangeable(backend: LoRABackend, case: LoRACase) -> 
     _assert_gives(backend, case, inputs, y, backend.batch_invariant)
 
 
-@either_prop("Rows of x may lie over each other.", features=ANY_LAYER, examples=15, min_tokens=2)
+@either_prop("Rows of x may overlap in memory.", features=ANY_LAYER, examples=15, min_tokens=2)
 def rows_of_x_may_overlap(backend: LoRABackend, case: LoRACase) -> None:
-    """One row for all tokens, of stride 0; then rows that begin one element after each other."""
+    """All tokens share one row (stride 0); then each row begins one element after the last."""
     inputs = case.build(backend.device)
     generator = torch.Generator().manual_seed(case.seed)
     width = case.in_features + case.num_tokens

@@ -82,7 +82,7 @@ def large_layers_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """Fused and in two steps, and the embedding of more tokens than 16 bits count."""
     small = _small(case)
     for large in _large_layers(small):
-        if case.values == "real":  # whose bound is wide where a row is
+        if case.values == "real":  # their bound grows with the width of a row
             large = replace(large, values="sparse")
         inputs = large.build(backend.device)
         with naming(f"{inputs.weights!r}, fused"):
@@ -115,7 +115,7 @@ def two_large_sizes_are_right(backend: LoRABackend, case: LoRACase) -> None:
 
 
 def mixed_sizes(backend: LoRABackend, case: LoRACase) -> Iterator[LoRACase]:
-    """Yield a case for every two sizes, which are large in it; in the interpreter for a few."""
+    """Yield a case for each pair of sizes, with both large; in the interpreter two cases."""
     draw, small = random.Random(case.seed), _small(case)
     pairs = list(combinations(("tokens", "slots", "inputs", "columns", "rank"), 2))
     if no_interpreter(backend) is not None:
@@ -129,7 +129,7 @@ def mixed_sizes(backend: LoRABackend, case: LoRACase) -> Iterator[LoRACase]:
         widths = list(small.output_slices)
         if number["columns"]:
             widths[draw.randrange(slices)] = number["columns"]
-        # what the oracle gathers
+        # limits the memory of the oracle
         most = max(32, GATHERED // (rank * max(slices * inputs, sum(widths))))
         tokens = min(number["tokens"], most) or max(SMALL, draw.choice((20, slots)))
         kinds = [(0, rank, rank, draw.randint(1, rank))[draw.randrange(4)] for _ in range(7)]
@@ -147,14 +147,14 @@ def mixed_sizes(backend: LoRABackend, case: LoRACase) -> Iterator[LoRACase]:
 
 
 LARGEST = {"tokens": 2048, "slots": 128, "inputs": 2048, "columns": 2048, "rank": 256}
-"""The largest power of two next to which `mixed_sizes` draws a size."""
+"""`mixed_sizes` draws sizes near powers of two up to these."""
 
 GATHERED = 1 << 21
-"""Most elements of A or B that belong to the tokens of a case of `mixed_sizes`."""
+"""The most elements of A or B that the oracle gathers for the tokens of a case of `mixed_sizes`."""
 
 
 def _large(draw: random.Random, largest: int) -> int:
-    """Return a size on either side of a power of two, some way behind it, or the power itself."""
+    """Return a power of two, a neighbour of it, or a size up to the next power."""
     # thresholds of kernels are powers of two
     powers = [1 << e for e in range(3, 12) if largest // 16 <= 1 << e <= largest]
     power = draw.choice(powers)
@@ -162,7 +162,7 @@ def _large(draw: random.Random, largest: int) -> int:
 
 
 def _in_any_order(draw: random.Random, tokens: int, slots: int) -> tuple[int, ...]:
-    """Return slots of tokens: of one, of each in turn, or of some in any order."""
+    """Return the slots of tokens: one slot, each in turn, or random ones in one of four orders."""
     order = draw.choice(("one", "each", "random", "rising", "falling", "runs"))
     if order == "one":
         return (draw.randrange(slots),) * tokens
@@ -227,7 +227,7 @@ def _large_layers(small: LoRACase) -> Iterator[LoRACase]:
     features=ANY_EXPERTS,
 )
 def many_experts_are_right(backend: LoRABackend, case: ExpertCase) -> None:
-    """Each with options of its own, so that few cases have most combinations."""
+    """Each with random options, so that a few cases cover most combinations."""
     for large in large_experts(backend, case):
         inputs = large.build(backend.device)
         with naming(f"{inputs.weights!r}, {large.num_tokens} tokens, {large.top_k} experts each"):
@@ -235,7 +235,10 @@ def many_experts_are_right(backend: LoRABackend, case: ExpertCase) -> None:
 
 
 def large_experts(backend: LoRABackend, case: ExpertCase) -> Iterator[ExpertCase]:
-    """Yield 70 tokens of 130 experts, then few of wide ones, then 600 of few; 40 slots."""
+    """Yield 70 tokens with 130 experts, then 6 with wide experts, then 600 of 40 slots.
+
+    In the interpreter the last has 200 tokens.
+    """
     numbers, most = random.Random(case.seed), min(case.max_rank, SMALL)
     tokens = 600 if no_interpreter(backend) is None else 200
 
@@ -273,7 +276,7 @@ def large_experts(backend: LoRABackend, case: ExpertCase) -> Iterator[ExpertCase
         "ids": ((0,) * case.top_k, *_ids(numbers, 5, range(-1, case.num_experts), case.top_k)),
         "in_features": numbers.choice((513, 1029, 2100)),
         "output_slices": tuple(width + 1024 for width in case.output_slices),
-        "values": "sparse",  # integers would not be exact, and the bound of others is wide
+        "values": "sparse",  # sums of integers would not be exact, and a dense row's bound is wide
     }
     yield sized(case.num_slots, case.num_experts, (rank, 70), **wide)
     last = case.num_experts - 1

@@ -167,8 +167,8 @@ def run_embedding_is_right(backend: LoRABackend, case: LoRACase) -> None:
 def large_and_small_deltas_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """Times 2^12 and 2^-12, into a y of zeros that has room for them; h may not fit in float16.
 
-    Small values are in x, then in the weights: many are denormal in float16, if there is any. Then
-    a float16 y holds denormals, and values next to its largest.
+    Small values are in x, then in the weights: in float16 many are denormal. A float16 y then holds
+    denormals, and values near its largest.
     """
     inputs = case.build(backend.device).without_base_and_bias()
     wide = torch.float32 in backend.dtypes

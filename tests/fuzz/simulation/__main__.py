@@ -32,4 +32,4 @@ if __name__ == "__main__":
     logging.disable()  # Transformers logs each failure that is drawn
     if WORLD == "requests":
         del sys.argv[1]
-    sys.exit(main("simulation" if WORLD == "pool" else "simulation.requests", __doc__, opened))
+    sys.exit(main("simulation" if WORLD == "pool" else "simulation requests", __doc__, opened))

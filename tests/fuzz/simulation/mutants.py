@@ -28,11 +28,11 @@ MUTANTS = {
     "a pinned or used slot is evicted": Mutant(
         slots.SlotTable,
         "candidate",
-        "if not self._pins[oldest] and self._holder(oldest) is None:",
+        "if self._is_free(oldest):",
         "if True:",
     ),
     "a prefetch takes a slot in use": Mutant(
-        slots.SlotTable, "reserve", "and self._holder(old, kinds) is None", ""
+        slots.SlotTable, "reserve", "self._is_free(old, kinds)", "not self._pins[old]"
     ),
     "a call does not hold its slots": Mutant(
         slots.SlotTable, "in_use", "self._holds[token] = _Hold(by, ", "_Hold(by, "

@@ -1,15 +1,13 @@
 """Adapters with names of another model around the same layers, against PEFT on that model."""
 
 import copy
-import json
 import warnings
-from pathlib import Path
 
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from helpers.saved_adapters import edit_config, edit_tensors, save_random, with_seed
 
 from lora_backends import InvalidInputError
 from lora_backends.hf import MultiLoRAModel
@@ -35,11 +33,6 @@ VISION = {
 }
 
 
-def with_seed(make):
-    torch.manual_seed(5)
-    return make().eval()
-
-
 @pytest.fixture(scope="module")
 def llava():
     config = transformers.LlavaConfig(
@@ -59,24 +52,14 @@ def llama(llava):
 
 
 def save(base, folder, rename=None, config=None, **options):
-    """Save a random adapter with PEFT, and change its tensors' names and its configuration."""
-    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, **options))
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(folder)
+    """Save a random adapter, rename its tensors, and return its folder and PEFT's logits."""
+    model = save_random(base, folder, 0.3, r=4, **options)
     with torch.no_grad():
-        truth = model.eval()(IDS).logits
-    edit(folder, lambda tensors: {rename(k) if rename else k: t for k, t in tensors.items()})
-    file = Path(folder, "adapter_config.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | (config or {})))
+        truth = model(IDS).logits
+    if rename is not None:
+        edit_tensors(folder, lambda tensors: {rename(k): t for k, t in tensors.items()})
+    edit_config(folder, **(config or {}))
     return folder, truth
-
-
-def edit(folder, change):
-    file = Path(folder, "adapter_model.safetensors")
-    save_file(change(load_file(file)), file)
 
 
 def assert_rows(base, folder, truth):
@@ -118,7 +101,9 @@ def test_parts_for_images_are_left_out_of_a_language_model_alone(llava, llama, t
         match=r"(?s)3 of its 5 modules .*multi_modal_projector.linear_1': .* text alone",
     ):
         assert_rows(llama, folder, truth)
-    edit(folder, lambda tensors: {k: t for k, t in tensors.items() if "language_model" not in k})
+    edit_tensors(
+        folder, lambda tensors: {k: t for k, t in tensors.items() if "language_model" not in k}
+    )
     with pytest.raises(InvalidInputError, match="has no use for any module of the adapter"):
         MultiLoRAModel(copy.deepcopy(llama), "torch_ref").load_adapter("a", folder)
 
@@ -140,10 +125,8 @@ def test_a_model_of_images_alone_does_not_leave_its_own_parts_out(tmp_path):
         copy.deepcopy(base), peft.LoraConfig(target_modules=["q_proj"])
     ).save_pretrained(folder)
     tensors = of("vision_model.encoder.layers.0.self_attn.v_proj", 16, 16, rank=8)
-    edit(folder, lambda kept: kept | tensors)
-    config = Path(folder, "adapter_config.json")
-    values = json.loads(config.read_text()) | {"target_modules": ["q_proj", "v_proj"]}
-    config.write_text(json.dumps(values))
+    edit_tensors(folder, lambda kept: kept | tensors)
+    edit_config(folder, target_modules=["q_proj", "v_proj"])
     with pytest.raises(InvalidInputError, match="has no module 'vision_model.encoder.layers.0"):
         MultiLoRAModel(base, "torch_ref").load_adapter("a", folder)
 
@@ -178,7 +161,7 @@ def test_two_values_for_one_embedding_are_refused(llama, tmp_path, kind):
         given = base[[3, 5]] if kind == "rows of tokens" else base
         return tensors | {mine: given.clone(), other: tensors[mine] + 1}
 
-    edit(folder, with_another)
+    edit_tensors(folder, with_another)
     with pytest.raises(InvalidInputError, match="two names for one module of the base model"):
         MultiLoRAModel(copy.deepcopy(llama), "torch_ref").load_adapter("a", folder)
 
@@ -235,13 +218,13 @@ def test_layers_that_share_keys_and_values_need_no_lora_of_their_own(tmp_path):
     folder, truth = save(base, tmp_path / "a", target_modules=["q_proj", "k_proj", "v_proj"])
     for part in ("k_proj", "v_proj"):
         path = f"model.layers.3.self_attn.{part}"
-        edit(folder, lambda tensors, path=path: tensors | of(path, 32, 16))
+        edit_tensors(folder, lambda tensors, path=path: tensors | of(path, 32, 16))
     with pytest.warns(
         RuntimeWarning, match=r"layers.3.self_attn.k_proj': the layer takes the keys"
     ):
         assert_rows(base, folder, truth)
     # Another module that the layer lacks is no module that does not matter.
-    edit(folder, lambda tensors: tensors | of("model.layers.3.self_attn.r_proj", 32, 16))
+    edit_tensors(folder, lambda tensors: tensors | of("model.layers.3.self_attn.r_proj", 32, 16))
     with pytest.raises(InvalidInputError, match="r_proj"):
         MultiLoRAModel(base, "torch_ref").load_adapter("a", folder)
 
@@ -271,6 +254,6 @@ def test_layers_for_several_tokens_ahead_are_left_out(tmp_path):
         )
     )
     folder, truth = save(base, tmp_path / "a", target_modules=["q_proj", "up_proj"])
-    edit(folder, lambda tensors: tensors | of("mtp.layers.0.mlp.up_proj", 32, 24))
+    edit_tensors(folder, lambda tensors: tensors | of("mtp.layers.0.mlp.up_proj", 32, 24))
     with pytest.warns(RuntimeWarning, match=r"'mtp.layers.0.mlp.up_proj': the base model's class"):
         assert_rows(base, folder, truth)

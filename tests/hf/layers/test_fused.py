@@ -1,7 +1,6 @@
 """Adapters for q, k and v on a base that fuses them, and the other way round, against PEFT."""
 
 import copy
-import json
 import warnings
 from pathlib import Path
 
@@ -9,7 +8,8 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from helpers.saved_adapters import edit_config, edit_tensors, save_random, with_seed
+from safetensors.torch import load_file
 from torch import nn
 
 from lora_backends import InvalidInputError, UnsupportedInputError
@@ -31,11 +31,6 @@ JOINED = {
     "gate_up_proj": ("mlp", ("gate_proj", "up_proj")),
 }
 SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def with_seed(make):
-    torch.manual_seed(5)
-    return make().eval()
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +61,7 @@ def llama(phi3):
 
 
 def save(base, folder, **config):
-    """Save a random adapter with PEFT; every A, B, bias and magnitude is drawn."""
-    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**config))
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(folder)
+    save_random(base, folder, 0.2, **config)
     return folder
 
 
@@ -147,8 +136,9 @@ def test_dora_of_some_parts_is_refused(phi3, llama, tmp_path):
 
 def test_parts_that_are_not_trained_are_told(phi3, llama, tmp_path):
     folder = save(llama, tmp_path / "a", r=2, target_modules=["q_proj", "k_proj"])
-    file = Path(folder, "adapter_model.safetensors")
-    save_file({key: t for key, t in load_file(file).items() if "1.self_attn.k" not in key}, file)
+    edit_tensors(
+        folder, lambda tensors: {k: t for k, t in tensors.items() if "1.self_attn.k" not in k}
+    )
     with pytest.warns(RuntimeWarning, match=r"no LoRA for 'model.layers.1.self_attn.k_proj'"):
         MultiLoRAModel(copy.deepcopy(phi3), "torch_ref").load_adapter("a", folder)
 
@@ -164,16 +154,17 @@ def test_parts_that_are_not_trained_are_told(phi3, llama, tmp_path):
 def test_parts_that_no_layer_has_are_told_or_refused(phi3, llama, tmp_path, targets, lacking):
     """As on a base that splits them: PEFT's LoRA of these may be random numbers."""
     folder = save(llama, tmp_path / "a", r=2, target_modules=targets)
-    file = Path(folder, "adapter_model.safetensors")
-    kept = {k: t for k, t in load_file(file).items() if not any(part in k for part in lacking)}
-    save_file(kept, file)
+
+    def kept(tensors):
+        return {k: t for k, t in tensors.items() if not any(part in k for part in lacking)}
+
+    edit_tensors(folder, kept)
     assert_lacks(phi3, folder, f"no LoRA for 'model.layers.1.self_attn.{lacking[-1]}'")
 
 
 def test_a_fused_module_that_no_layer_has_is_told_or_refused(phi3, llama, tmp_path):
     folder = save(phi3, tmp_path / "a", r=2, target_modules=["qkv_proj", "o_proj"])
-    file = Path(folder, "adapter_model.safetensors")
-    save_file({key: t for key, t in load_file(file).items() if "qkv" not in key}, file)
+    edit_tensors(folder, lambda tensors: {k: t for k, t in tensors.items() if "qkv" not in k})
     assert_lacks(llama, folder, "no LoRA for 'model.layers.1.self_attn.qkv_proj'")
 
 
@@ -181,9 +172,7 @@ def assert_lacks(base, folder, fact):
     model = MultiLoRAModel(copy.deepcopy(base), "torch_ref", max_rank=24)
     with pytest.warns(RuntimeWarning, match=fact):
         model.load_adapter("a", folder)
-    config = Path(folder, "adapter_config.json")
-    values = json.loads(config.read_text()) | {"init_lora_weights": False}
-    config.write_text(json.dumps(values))
+    edit_config(folder, init_lora_weights=False)
     with pytest.raises(InvalidInputError, match="PEFT gives them random numbers"):
         model.load_adapter("b", folder)
 
@@ -192,9 +181,7 @@ def assert_lacks(base, folder, fact):
 def test_targets_may_name_a_module_twice(phi3, llama, tmp_path, name):
     base = {"fused": phi3, "split": llama}[name]
     folder = save(llama, tmp_path / "a", r=2, target_modules=["q_proj", "k_proj", "v_proj"])
-    config = Path(folder, "adapter_config.json")
-    values = json.loads(config.read_text()) | {"target_modules": ["qkv_proj", *SPLIT[:3]]}
-    config.write_text(json.dumps(values))
+    edit_config(folder, target_modules=["qkv_proj", *SPLIT[:3]])
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # nothing is missing
         MultiLoRAModel(copy.deepcopy(base), "torch_ref").load_adapter("a", folder)
@@ -203,11 +190,9 @@ def test_targets_may_name_a_module_twice(phi3, llama, tmp_path, name):
 def test_both_names_of_one_module_are_refused(phi3, llama, tmp_path):
     folder = save(llama, tmp_path / "a", r=2, target_modules=["q_proj"])
     other = save(phi3, tmp_path / "b", r=2, target_modules=["qkv_proj"])
-    files = [Path(each, "adapter_model.safetensors") for each in (folder, other)]
-    save_file(load_file(files[0]) | load_file(files[1]), files[0])
-    config = Path(folder, "adapter_config.json")
-    values = json.loads(config.read_text()) | {"target_modules": ["q_proj", "qkv_proj"]}
-    config.write_text(json.dumps(values))
+    more = load_file(other / "adapter_model.safetensors")
+    edit_tensors(folder, lambda tensors: tensors | more)
+    edit_config(folder, target_modules=["q_proj", "qkv_proj"])
     with pytest.raises(InvalidInputError, match="which the base model computes as one"):
         MultiLoRAModel(copy.deepcopy(phi3), "torch_ref").load_adapter("a", folder)
 
@@ -231,10 +216,9 @@ def test_an_order_that_is_not_known_is_refused_by_name(llama, tmp_path):
     )
     base = with_seed(lambda: transformers.CodeGenForCausalLM(config))
     folder = save(llama, tmp_path / "a", r=2, target_modules=["q_proj"])
-    file = Path(folder, "adapter_model.safetensors")
-    start = "base_model.model.transformer.h.0.attn.q_proj."
-    parts = {start + f"lora_{p}.weight": torch.ones(24, 2) for p in "B"}
-    save_file(parts | {start + "lora_A.weight": torch.ones(2, 24)}, file)
+    start = "base_model.model.transformer.h.0.attn.q_proj.lora_"
+    parts = {f"{start}A.weight": torch.ones(2, 24), f"{start}B.weight": torch.ones(24, 2)}
+    edit_tensors(folder, lambda _: parts)
     with pytest.raises(UnsupportedInputError, match=r"q_proj' with others as .*qkv_proj"):
         MultiLoRAModel(base, "torch_ref").load_adapter("a", folder)
 

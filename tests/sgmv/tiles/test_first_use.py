@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.sgmv.tiles import first_use, rules, source
 from lora_backends.sgmv.tiles.first_use import first_use_source, rounded
 from lora_backends.sgmv.tiles.gpu import H200
-from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, TileConfig
+from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
 from lora_backends.sgmv.tiles.table import read_table
 
 CPU = torch.device("cpu")
@@ -175,7 +176,7 @@ def test_when_the_time_is_used_up_layers_take_table_or_rules(make, searched, cap
 
 
 def test_what_a_table_of_this_card_has_is_not_searched(make, searched):
-    own = TileConfig(*vars(rules.choose_tiles(THREE[0], LAYER)).values())
+    own = replace(rules.choose_tiles(THREE[0], LAYER))
     tables = source.TileSource(
         rules.tile_tokens,
         rules.choose_tiles,

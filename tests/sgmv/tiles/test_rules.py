@@ -11,7 +11,7 @@ from helpers.engines import ENGINES
 
 from lora_backends.sgmv.experts import rules as expert_rules
 from lora_backends.sgmv.launch import INVARIANT_BATCH
-from lora_backends.sgmv.tiles import alike, gpu, sizes
+from lora_backends.sgmv.tiles import alike, first_use, gpu, sizes
 from lora_backends.sgmv.tiles.gpu import H200, Gpu, gpu_of
 from lora_backends.sgmv.tiles.rules import (
     choose_tiles,
@@ -243,6 +243,6 @@ def test_padded_rank(rank, padded):
 
 
 def test_worked_examples_of_sizes():
-    for module in (alike, sizes, gpu, expert_rules):
+    for module in (alike, sizes, gpu, expert_rules, first_use):
         failed, attempted = doctest.testmod(module)
         assert attempted and not failed

@@ -1,16 +1,9 @@
-"""Reads random checkpoint folders: the right result or a typed error, soon, and nothing else.
-
-    python -m tests.fuzz.checkpoints --cases 20000 --seed 0 --result results.json
-
-The same command goes on where the last one ended. A case is made anew from its number alone:
-`--only NUMBER` repeats one.
-"""
+"""Reads one random checkpoint folder, and judges what was read or the refusal."""
 
 import json
 import math
 import re
 import resource
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -24,7 +17,9 @@ from safetensors.torch import load_file
 from lora_backends import LoRABackendError
 from lora_backends.adapters import AdapterPool, Checkpoint, read_checkpoint
 
-from .checkpoint_cases import Case
+from ..running import Ran, RunCase, ending_hangs, fault_of_message, untyped
+from ..simulation.adapters import faults
+from .cases import Case
 from .folders import (
     CONFIG,
     MAX_RANK,
@@ -36,8 +31,6 @@ from .folders import (
     is_targeted,
     rank_of,
 )
-from .running import Ran, RunCase, ending_hangs, fault_of_message, main, untyped
-from .simulation.adapters import faults
 
 GROWTH_BYTES = 2**30  # of the process, while one case is read
 
@@ -150,7 +143,3 @@ def _fault_of_delta(config: dict[str, Any], tensors: Any, module: str, delta: An
     if bias is not None and not torch.equal(bias.detach().float() * scaling, delta.bias):
         return "the bias differs"
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main("checkpoints", __doc__, opened))

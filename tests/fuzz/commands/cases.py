@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .config_cases import ConfigCase, toml
-from .mutations import NASTY
+from ..checkpoints.mutations import NASTY
+from .configs import ConfigCase, toml
 
 BACKENDS = ["torch_ref", "numba_cpu", "triton", "csgmv"]
 OPERATIONS = "run_lora_a run_lora_b run_linear run_qkv run_gate_up run_embedding run_logits".split()

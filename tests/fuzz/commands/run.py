@@ -1,11 +1,4 @@
-"""Runs random configurations and command lines: what was asked for, or a message of one screen.
-
-    python -m tests.fuzz.commands --cases 20000 --seed 0 --result results.json
-
-The same command goes on where the last one ended; `--only NUMBER` repeats one case. Commands run
-in this process, as `lora-backends` runs them; only what takes time is left out: `bench` measures
-nothing, and `verify` draws no cases.
-"""
+"""Runs one random configuration or command line, and judges its result or its message."""
 
 import io
 import os
@@ -29,9 +22,9 @@ from lora_backends.bench.job import BenchRun
 from lora_backends.cli.generate_config import GenerateConfig
 from lora_backends.testing import suite
 
-from .command_cases import CommandCase, bench_result
-from .config_cases import ConfigCase
-from .running import Ran, RunCase, ending_hangs, fault_of_message, main, untyped
+from ..running import Ran, RunCase, ending_hangs, fault_of_message, untyped
+from .cases import CommandCase, bench_result
+from .configs import ConfigCase
 
 CONFIG_SHARE = 0.5
 STATUSES = {0: "done", 1: "done, status 1", 2: "refused"}
@@ -188,7 +181,3 @@ def _text(stream: io.TextIOWrapper) -> str:
     stream.flush()
     buffer: Any = stream.buffer
     return bytes(buffer.getvalue()).decode("utf-8", "backslashreplace")
-
-
-if __name__ == "__main__":
-    sys.exit(main("commands", __doc__, opened))

@@ -7,7 +7,7 @@ import math
 import random
 from typing import Any
 
-from .mutations import NASTY
+from ..checkpoints.mutations import NASTY
 
 BACKENDS = ["auto", "torch_ref", "numba_cpu", "triton", "csgmv"]
 VALID = {

@@ -1,0 +1,1 @@
+"""Random checkpoint folders, valid or damaged, against PEFT's own rules."""

@@ -1,0 +1,1 @@
+"""Random configurations and command lines, valid or spoilt."""
