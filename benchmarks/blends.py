@@ -24,27 +24,25 @@ LAYERS = {
     "cuda": {"qkv": (4096, (4096, 1024, 1024)), "down": (14336, (4096,))},
     "cpu": {"small": (576, (1536,)), "square": (4096, (4096,))},
 }
-TOKENS = {"cuda": (1, 64, 2048), "cpu": (1, 16, 64, 512)}
+TOKENS = {"cuda": [1, 64, 2048], "cpu": [1, 16, 64, 512]}
 RANKS, ADAPTERS, COUNTS = (16, 64), 8, (2, 4)
 ROUNDS = 9
 METHOD = (
     "Microseconds of run_linear into an existing y, over layers with different weights, 192 MB or "
     "more in all: in a CUDA graph on a GPU, 9 rounds of 10 replays; call by call on a CPU, 9 "
     "sweeps. All variants of a cell are timed in turns, and the median is taken. one: one adapter "
-    "per token. The others are ratios to it, for 2 and 4 adapters per token in one pass, or with "
-    "`passes` in a pass for each adapter, each of which rounds y. like: a token's first adapter "
-    "determines the others, so there are as many sets as adapters; unlike: drawn at random."
+    "per token. The others are ratios to it, for 2 and 4 adapters per token, all in one pass. "
+    "`copy`: a pass for each adapter into a float32 copy of y, which is rounded once. `passes`: "
+    "the same into y, which is rounded each time. like: a token's first adapter determines the "
+    "others, so there are as many sets as adapters; unlike: drawn at random."
 )
 
 
 def measure_cells(options: Options, result: Result) -> Iterator[Row]:
     """Yield the time of a call with one adapter per token, and the ratios of blends to it."""
     for backend in [create(name, {}, options.device) for name in options.backends.split(",")]:
-        if isinstance(backend, SgmvBackend):
-            type(backend).blends_in_one_pass = True
-        for name, tokens, rank in itertools.product(
-            LAYERS[options.device], TOKENS[options.device], RANKS
-        ):
+        numbers: list[int] = options.tokens if any(options.tokens) else TOKENS[options.device]
+        for name, tokens, rank in itertools.product(LAYERS[options.device], numbers, RANKS):
             batch = {"tokens": tokens, "adapters": min(ADAPTERS, tokens), "rank": rank}
             cell = Cell(name, *LAYERS[options.device][name], **batch)
             work = make_workload(cell, make_layers(cell, options.device, DTYPE))
@@ -64,8 +62,12 @@ def variants(backend: LoRABackend, work: Workload) -> dict[str, Call]:
         drawn = torch.rand(len(slots), num_slots).argsort(1)[:, :count]
         for kind, chosen in (("like", torch.stack(like, 1)), ("unlike", drawn)):
             batch = LoRABatch(chosen, num_slots, torch.rand(chosen.shape))
-            plan = backend.prepare_batch(batch)
-            calls[f"{kind}_{count}"] = one_pass(backend, work, plan)
+            if isinstance(backend, SgmvBackend):
+                backend.blends_in_one_pass = False  # type: ignore[misc]
+                copy = one_pass(backend, work, backend.prepare_batch(batch))
+                calls[f"{kind}_{count}_copy"] = copy
+                backend.blends_in_one_pass = True  # type: ignore[misc]
+            calls[f"{kind}_{count}"] = one_pass(backend, work, backend.prepare_batch(batch))
             parts = [backend.prepare_batch(part) for part in batch.per_adapter(count)]
             calls[f"{kind}_{count}_passes"] = passes(backend, work, parts)
     return calls
@@ -123,6 +125,7 @@ BLENDS = Measurement(
     options={
         "--backends": flag("triton,csgmv"),
         "--device": flag("cuda", choices=("cuda", "cpu")),
+        "--tokens": flag([0], "of a batch; 0: the usual numbers", metavar="T"),
         "--threads": flag(2),
     },
     partial=True,

@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,22 @@ METHOD = (
     "whose earlier tokens equal torch_ref's, steps those of them in decode steps, nearest those "
     "whose log-probabilities are nearer to torch_ref's with their own adapter than with any other. "
     "distance is the mean |difference| to torch_ref's with the own adapter, next with the nearest "
-    "other one. An engine of this library is timed only if all its positions are nearest."
+    "other one. An engine of this library is timed only if all its positions are nearest. "
+    "failed: engines that ended or gave no answer in time; the others went on without them."
 )
+
+
+class EngineFailed(Exception):
+    """An engine ended, or gave no answer in time."""
 
 
 class Process:
     """A `sglang_worker` that runs one engine."""
 
-    def __init__(self, name: str, options: dict[str, Any], adapters: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, options: dict[str, Any], adapters: dict[str, str], limit: float
+    ) -> None:
+        self._limit = limit  # seconds for an answer
         options = dict(options)
         if name == "off":
             adapters = {}
@@ -77,15 +86,25 @@ class Process:
     def ask(self, do: str, **arguments: Any) -> Any:
         """Send a request, and return its answer."""
         assert self._process.stdin is not None
-        print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+        try:
+            print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+        except OSError as error:
+            raise EngineFailed(f"ended with status {self._process.wait()}") from error
         return self.answer()
 
     def answer(self) -> Any:
-        """Return the next answer."""
+        """Return the next answer.
+
+        Raises:
+            EngineFailed: the engine ended, or no answer came in time.
+        """
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], self._limit)[0]:
+            self._process.terminate()  # its own processes end with it
+            raise EngineFailed(f"no answer in {self._limit:.0f} s")
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"an engine ended with status {self._process.wait()}")
+            raise EngineFailed(f"ended with status {self._process.wait()}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -244,7 +263,7 @@ def engine_options(arguments: Options, model: Path) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "disable_radix_cache": True,
-        "mem_fraction_static": 0.9 if ON_GPU else 0.6,  # of what is free
+        "mem_fraction_static": arguments.memory,
         "max_running_requests": max(16, most),
         "chunked_prefill_size": max(arguments.prefill, 1024),
         "max_prefill_tokens": max(arguments.prefill, 1024),
@@ -286,25 +305,42 @@ def measure(
     asked = [name for name in arguments.engines if name != "off"]
     prompts = [[(31 * row + 7 * i * i + i) % 31000 for i in range(64)] for row in range(8)]
     names = [f"adapter{row % arguments.adapters}" for row in range(len(prompts))]
-    reference = _reference(options, adapters, prompts, names)
+    limit = arguments.limit
+    reference = _reference(Process("torch_ref", options, adapters, limit), adapters, prompts, names)
     print("building the engines ...", flush=True)
-    processes = {name: Process(name, options, adapters) for name in arguments.engines}
-    for name, process in processes.items():
-        print(f"engine {name!r} is {process.answer()}", flush=True)
+    processes = {name: Process(name, options, adapters, limit) for name in arguments.engines}
+    failed = result.setdefault("failed", {})["experts" if experts else "dense"] = {}
+
+    def drop(name: str, error: EngineFailed) -> None:
+        print(f"engine {name!r} failed: {error}", flush=True)
+        if name == arguments.engines[0]:
+            raise SystemExit("the engine that the others are compared with failed") from error
+        failed[name] = str(error)
+        processes.pop(name)
+
+    for name, process in list(processes.items()):
+        try:
+            print(f"engine {name!r} is {process.answer()}", flush=True)
+        except EngineFailed as error:
+            drop(name, error)
     answers = result.setdefault("answers", {})["experts" if experts else "dense"] = {}
-    for name in asked:
-        found = processes[name].ask("answers", prompts=prompts, names=names, tokens=CHECKED)
+    for name in [name for name in asked if name in processes]:
+        try:
+            found = processes[name].ask("answers", prompts=prompts, names=names, tokens=CHECKED)
+        except EngineFailed as error:
+            drop(name, error)
+            continue
         answers[name] = agreement(found, reference, arguments.adapters)
         print(f"answers of {name!r}: {answers[name]}", flush=True)
         if name not in OWN and not is_right(answers[name]):
             processes.pop(name).close()
-    yield from _timed(processes, arguments, experts, end)
+    yield from _timed(processes, drop, arguments, experts, end)
     for process in processes.values():
         process.close()
 
 
 def _reference(
-    options: dict[str, Any],
+    process: Process,
     adapters: dict[str, str],
     prompts: list[list[int]],
     names: list[str],
@@ -314,7 +350,6 @@ def _reference(
     It runs alone: one more engine would not fit beside those that are timed.
     """
     print("building the reference ...", flush=True)
-    process = Process("torch_ref", options, adapters)
     process.answer()
     own = process.ask("answers", prompts=prompts, names=names, tokens=CHECKED)
     tokens = [answer["tokens"] for answer in own]
@@ -329,7 +364,11 @@ def _reference(
 
 
 def _timed(
-    processes: dict[str, Process], arguments: Options, experts: bool, end: float
+    processes: dict[str, Process],
+    drop: Callable[[str, EngineFailed], None],
+    arguments: Options,
+    experts: bool,
+    end: float,
 ) -> Iterator[Row]:
     cells = [("decode", *cell) for cell in arguments.cells] + [("prefill", 1, 1)]
     times: dict[Any, dict[str, list[float]]] = {
@@ -339,18 +378,26 @@ def _timed(
         began = time.monotonic()
         order = list(processes) if turn % 2 else list(processes)[::-1]
         for (step, rows, adapters), name in itertools.product(cells, order):
+            if name not in processes:  # it failed in this round
+                continue
             work = {"rows": rows, "adapters": adapters, "prompt": arguments.prompt}
 
             def seconds(name: str = name, **work: int) -> float:
                 taken: float = processes[name].ask("seconds", **work)
                 return taken
 
-            if step == "prefill":
-                found = seconds(**work | {"prompt": arguments.prefill, "tokens": 1})
-            else:
-                short = seconds(**work, tokens=WARM)
-                found = seconds(**work, tokens=WARM + arguments.steps) - short
-                found /= arguments.steps
+            try:
+                if step == "prefill":
+                    found = seconds(**work | {"prompt": arguments.prefill, "tokens": 1})
+                else:
+                    short = seconds(**work, tokens=WARM)
+                    found = seconds(**work, tokens=WARM + arguments.steps) - short
+                    found /= arguments.steps
+            except EngineFailed as error:
+                drop(name, error)
+                for by_name in times.values():
+                    del by_name[name]
+                continue
             if turn:
                 times[step, rows, adapters][name].append(1e3 * found)
         print(f"round {turn} of {arguments.rounds}", flush=True)
@@ -451,6 +498,8 @@ STEP = Measurement(
         "--steps": flag(96 if ON_GPU else 10),
         "--rounds": flag(5 if ON_GPU else 3),
         "--seconds": flag(0, "after which no round begins; 0: all rounds"),
+        "--memory": flag(0.95 if ON_GPU else 0.6, "SGLang's mem_fraction_static, of what is free"),
+        "--limit": flag(300.0, "seconds for an engine to start, or to answer"),
         "--prefill-graphs": flag(False, "capture prefills, where this SGLang can"),
     },
 )

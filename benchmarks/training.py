@@ -1,13 +1,14 @@
 """Times a training step of one block's linear layers: base model alone, this library, PEFT's loop.
 
 Forward and backward of q, k and v as one layer, o, gate and up as one, and down, of 8B shape. The
-base weights are frozen. The kernels of the backward are timed apart, beside the time that their
-bytes take at the rate of a copy.
+base weights are frozen. The kernels of the backward are timed apart, layer by layer, beside the
+time that their bytes take at the rate of a copy.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,7 +33,8 @@ TINY = {"qkv": (32, (32, 16, 16)), "down": (48, (32,))}
 SCALING = 0.5
 REPEATS = 8  # of a kernel between two events
 WARM_UP = 8000  # products, of about 1.5 ms each
-STEPS = 3  # of a contender between two events, as in training
+STEPS = 5  # of a contender between two events, as in training
+STEADY = 1.0  # seconds that a contender runs before it is timed
 
 
 class Cell(NamedTuple):
@@ -97,17 +99,6 @@ class Layer:
         b = self.lora_b[slot, first : first + self.widths[s], :rank]
         return [("lora_a", self.lora_a[slot, s, :rank]), ("lora_b", b)]
 
-    def step(self, forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
-        """Return forward and backward of a contender."""
-
-        def run() -> None:
-            for leaf in (*self.leaves, *(leaf for leaf, _ in self.parameters)):
-                leaf.grad = None
-            with torch.enable_grad():
-                forward().backward(self.grad)
-
-        return run
-
     def base(self) -> torch.Tensor:
         """Return the frozen base layer's output."""
         return functional.linear(self.x, self.weight)
@@ -135,7 +126,7 @@ class Layer:
         """Return the same as PEFT's mixed batch: adapter by adapter, slice by slice."""
         y = self.base()
         slots = torch.tensor(self.slots, device=y.device)
-        parts = list(torch.split(y, self.widths, -1))
+        parts = list(torch.split(y, list(self.widths), -1))
         offsets = [sum(self.widths[:s]) for s in range(len(self.widths))]
         for slot, rank in enumerate(self.cell.ranks):
             rows = (slots == slot).nonzero().flatten()
@@ -182,6 +173,52 @@ class Layer:
         }
 
 
+class Block:
+    """The layers of one block, which run one after another, each on an input of its own.
+
+    Args:
+        engine: that computes the LoRA.
+        cell: the adapters.
+        layers: sizes of each layer, by name.
+        slots: of the tokens.
+    """
+
+    def __init__(
+        self,
+        engine: LoRABackend,
+        cell: Cell,
+        layers: dict[str, tuple[int, tuple[int, ...]]],
+        slots: list[int],
+    ) -> None:
+        self.layers = {name: Layer(engine, cell, sizes, slots) for name, sizes in layers.items()}
+
+    def step(self, contender: str) -> Callable[[], None]:
+        """Return forward and backward of all layers; `contender` is a method of `Layer`."""
+        layers = list(self.layers.values())
+        leaves = [leaf for layer in layers for leaf in layer.leaves]
+        leaves += [tensor for layer in layers for tensor, _ in layer.parameters]
+        grads = [layer.grad for layer in layers]
+
+        def run() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            with torch.enable_grad():
+                outputs = [getattr(layer, contender)() for layer in layers]
+            torch.autograd.backward(outputs, grads)
+
+        return run
+
+    def forward(self, contender: str) -> Callable[[], None]:
+        """Return the forward of all layers."""
+
+        @torch.no_grad()
+        def run() -> None:
+            for layer in self.layers.values():
+                getattr(layer, contender)()
+
+        return run
+
+
 def warm_up(device: torch.device) -> None:
     """Multiply for some seconds: a GPU lowers its clock once it is warm."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
@@ -204,14 +241,24 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
     return lambda call: between_events(call) / 1e3
 
 
-def in_a_row(call: Callable[[], object]) -> Callable[[], None]:
-    """Return a call as often as steps are timed together."""
+def steady(call: Callable[[], object], device: torch.device) -> float:
+    """Return milliseconds of a call that has run for a while, as a step of training has.
+
+    The clock of a GPU follows the load of the last tenths of a second: products alone lower it.
+    """
+    end = time.monotonic() + (STEADY if device.type == "cuda" else 0)
+    while True:
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if time.monotonic() >= end:
+            break
 
     def run() -> None:
         for _ in range(STEPS):
             call()
 
-    return run
+    return clock(device)(run) / STEPS
 
 
 def repeated(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -234,61 +281,66 @@ def slots_of(cell: Cell, rows: int, tokens: int) -> list[int]:
 
 
 def measure(arguments: Options, result: Result) -> Iterator[Row]:
-    """Yield a row per cell and layer, with the milliseconds of each contender and kernel."""
+    """Yield a row per cell: milliseconds of each contender, and of each layer's kernels."""
     device = device_of()
     if device.type == "cpu" and not arguments.tiny:
         raise SystemExit("needs a GPU; --tiny runs small layers on the CPU")
     limits = measure_limits(device, torch.bfloat16)
     result["limits"] = limits.describe()
     copy = result["limits"]["copy_gb_per_s"] * 1e6  # bytes a millisecond
-    engine, time = get_backend(arguments.backend, device=device), clock(device)
+    engine = get_backend(arguments.backend, device=device)
     if device.type == "cuda":
         warm_up(device)
+    contenders = ["base", "ours", "in_model", *(["loop"] if arguments.loop else [])]
     for cell in cells(arguments):
         slots = slots_of(cell, arguments.rows, arguments.tokens)
-        for name, sizes in (TINY if arguments.tiny else LAYERS).items():
-            layer = Layer(engine, cell, sizes, slots)
-            contenders = {"base": layer.base, "ours": layer.ours, "in_model": layer.in_model}
-            if arguments.loop:
-                contenders["loop"] = layer.loop
-            calls: dict[str, Callable[[], object]] = {
-                key: layer.step(forward) for key, forward in contenders.items()
-            }
-            calls["forward"] = lambda layer=layer: torch.no_grad()(layer.ours)()
-            calls["base forward"] = lambda layer=layer: torch.no_grad()(layer.base)()
-            kernels = layer.kernels()
-            calls |= {key: repeated(call, device) for key, (call, _) in kernels.items()}
-            times: dict[str, list[float]] = {key: [] for key in calls}
-            for turn in range(arguments.samples + 2):
-                for key, call in calls.items():
-                    call()  # the clock of a GPU follows what ran last
-                    taken = time(call if key in kernels else in_a_row(call)) / STEPS
-                    if turn >= 2:
-                        times[key].append(taken)
-            ms = {
-                key: statistics.median(series) / (REPEATS / STEPS if key in kernels else 1)
-                for key, series in times.items()
-            }
-            shares = {key: round(moved / copy / ms[key], 3) for key, (_, moved) in kernels.items()}
-            check = error_of(layer) if arguments.loop else {}
-            yield {
-                "cell": cell.name,
-                "layer": name,
-                "ms": {key: round(value, 4) for key, value in ms.items()},
-                "share_of_copy": shares,
-                **check,
-            }
-            del layer, kernels, calls
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        block = Block(engine, cell, TINY if arguments.tiny else LAYERS, slots)
+        calls = {name: block.step(name) for name in contenders}
+        calls |= {"forward": block.forward("ours"), "base forward": block.forward("base")}
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(arguments.samples + 1):
+            # a GPU grows hot: every other turn goes backwards, so that nothing is always last
+            for name, call in list(calls.items())[:: -1 if turn % 2 else 1]:
+                taken = steady(call, device)
+                if turn:
+                    times[name].append(taken)
+        ms = {name: statistics.median(series) for name, series in times.items()}
+        kernels = {name: kernels_of(layer, device) for name, layer in block.layers.items()}
+        yield {
+            "cell": cell.name,
+            "ms": {name: round(value, 4) for name, value in ms.items()},
+            "kernels_ms": {
+                name: {kernel: round(value, 4) for kernel, (value, _) in found.items()}
+                for name, found in kernels.items()
+            },
+            "share_of_copy": {
+                name: {k: round(moved / copy / value, 3) for k, (value, moved) in found.items()}
+                for name, found in kernels.items()
+            },
+            **(error_of(block) if arguments.loop else {}),
+        }
+        del block, calls
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def error_of(layer: Layer) -> dict[str, float]:
+def kernels_of(layer: Layer, device: torch.device) -> dict[str, tuple[float, int]]:
+    """Return the milliseconds of each kernel of the backward, and the bytes that it has to move."""
+    measured, found = clock(device), {}
+    for name, (call, moved) in layer.kernels().items():
+        run = repeated(call, device)
+        run()
+        found[name] = statistics.median(measured(run) for _ in range(5)) / REPEATS, moved
+    return found
+
+
+def error_of(block: Block) -> dict[str, float]:
     """Return the relative errors of our gradients beside the loop's in the same dtype."""
     found = []
-    for forward in (layer.ours, layer.loop):
-        layer.step(forward)()
-        found.append([leaf.grad.float() for leaf in layer.leaves if leaf.grad is not None])
+    for contender in ("ours", "loop"):
+        block.step(contender)()
+        leaves = [leaf for layer in block.layers.values() for leaf in layer.leaves]
+        found.append([leaf.grad.float() for leaf in leaves if leaf.grad is not None])
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
     return {"relative_error": round(max(errors), 5)}
 
@@ -296,31 +348,31 @@ def error_of(layer: Layer) -> dict[str, float]:
 def summary(result: Result) -> dict[str, Any]:
     """Return, for each cell, the steps beside the base's, and the kernels' shares of a copy."""
     found: dict[str, Any] = {}
-    for name in dict.fromkeys(row["cell"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["cell"] == name]
-        total = {key: sum(row["ms"][key] for row in rows) for key in rows[0]["ms"]}
-        ratios = {
-            key: round(total[key] / total["base"], 3)
-            for key in ("ours", "in_model", "loop")
-            if key in total
+    for row in result["rows"]:
+        ms, shares = row["ms"], list(row["share_of_copy"].values())
+        found[row["cell"]] = {
+            "ratio_to_base": {
+                key: round(ms[key] / ms["base"], 3)
+                for key in ("ours", "in_model", "loop")
+                if key in ms
+            },
+            "least_and_largest_share": {
+                kernel: [min(values), max(values)]
+                for kernel in shares[0]
+                if (values := [share[kernel] for share in shares])
+            },
         }
-        shares = {
-            key: [min(s), max(s)]
-            for key in rows[0]["share_of_copy"]
-            if (s := [row["share_of_copy"][key] for row in rows])
-        }
-        found[name] = {"ratio_to_base": ratios, "least_and_largest_share": shares}
     return found
 
 
 TRAINING = Measurement(
     rows=measure,
-    file="h100_training.json",
+    file="training_gpu.json",
     method=(
-        "Forward and backward of the linear layers of one block of 8B shape, frozen base weights, "
-        "bfloat16; rows take the adapters in turn. Milliseconds between CUDA events, medians; "
-        "contenders take turns, each runs once and is then timed over three steps; kernels run in "
-        "CUDA graphs. "
+        "Forward and backward of the linear layers of one block of 8B shape, one after another, "
+        "frozen base weights, bfloat16; rows take the adapters in turn. Contenders take turns, "
+        "back and forth; each runs for a second, so that the GPU has the clock of its load, then "
+        "five steps between CUDA events; medians. Kernels run in CUDA graphs. "
         "ours: F.linear, then run_linear on its output, by autograd. in_model: one node of both, "
         "as MultiLoRAModel has it. loop: PEFT's mixed batch. share_of_copy: bytes that a kernel "
         "has to move, at the rate of a copy, over its time."
@@ -333,7 +385,7 @@ TRAINING = Measurement(
         "--ranks": flag([16, 64]),
         "--rows": flag(64),
         "--tokens": flag(512, "per row"),
-        "--samples": flag(7),
+        "--samples": flag(5),
         "--loop": flag(False, "time PEFT's loop too, and compare gradients with it"),
         "--tiny": flag(False, "small layers, on the CPU"),
     },

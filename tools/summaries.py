@@ -21,7 +21,7 @@ FACTORS = {
     "room": "a plan with room",
 }
 KEYS = ("mean", "greatest")
-TRAINING = "h100_training"
+TRAINING = "training_gpu"
 CPU_ROWS = {
     "speed over the loop in decode, geometric mean": "decode_times_loop_geometric_mean",
     "the same, slowest cell": "decode_times_loop_least",

@@ -276,6 +276,7 @@ def test_all_adapters_of_a_token_are_added_in_one_pass_and_rounded_once(
     device, stored, monkeypatch
 ):
     backend = make_engine("triton", device)
+    monkeypatch.setattr(type(backend), "blends_in_one_pass", True)
     weights = layer(device, torch.bfloat16, bias=torch.randn(SLOTS, OUT).to(device))
     weights = weights if stored is None else quantize_weights(weights, stored)
     batch = LoRABatch(BLENDS * 4, SLOTS, torch.rand(24, 2))

@@ -107,3 +107,37 @@ def test_the_benchmark_compares_answers_as_long_as_their_tokens_are_the_referenc
     assert not sglang_step.is_right(sglang_step.agreement(alone, reference, 2))
     same = reference | {"every": every[:1] * 2}  # adapters that do nothing prove nothing
     assert not sglang_step.is_right(sglang_step.agreement(right, same, 2))
+
+
+def test_the_benchmark_goes_on_without_an_engine_that_fails(monkeypatch):
+    monkeypatch.setattr("os.environ", os.environ.copy())
+    import sglang_step
+
+    for limit, reason in ((60, "ended with status 1"), (0, "no answer in 0 s")):
+        with pytest.raises(sglang_step.EngineFailed, match=reason):  # SGLang is not installed
+            sglang_step.Process("off", {}, {}, limit).answer()
+
+    class Engine:
+        def __init__(self, calls):
+            self.calls = calls
+
+        def ask(self, do, **work):
+            self.calls -= 1
+            if not self.calls:
+                raise sglang_step.EngineFailed("gone")
+            return work["tokens"]
+
+    engines = {"off": Engine(99), "late": Engine(8), "auto": Engine(99)}
+    options = SimpleNamespace(
+        cells=[(8, 2)], rounds=2, steps=4, prompt=4, prefill=8, rank=8, seconds=0
+    )
+    failed = []
+
+    def drop(name, error):
+        failed.append(f"{name} {error}")
+        engines.pop(name)
+
+    rows = list(sglang_step._timed(engines, drop, options, False, float("inf")))
+    assert failed == ["late gone"]
+    found = [(row["step"], row["contender"], row["rounds"], row["ratio"]) for row in rows]
+    assert found == [(s, e, 2, 1.0) for s in ("decode", "prefill") for e in ("off", "auto")]

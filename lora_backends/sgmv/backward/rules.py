@@ -126,15 +126,21 @@ def outer_tiles(
     h_left = block_n < 64 and (casts or wide)
     # one stage: as in `dh_tiles`, where the right side is the left operand
     in_registers = not h_left and (casts or wide)
-    block_t, stages = (32, 1) if in_registers else (128, 3)
+    block_t, stages, warps = (32, 1, 4) if in_registers else (128, 3, 4)
+    if block_n == 64 and not (casts or wide):
+        block_t = 64
+        # twice the columns read h half as often. With more than 128 rows of h, several programs
+        # read the same columns, and share them in the second cache only while all run at once.
+        if stacked <= 128:
+            block_c, warps = 256, 8
     token_bytes = 4 * block_n + right_bytes * block_c
     while stages * block_t * token_bytes > min(gpu.shared_bytes, 200 << 10):
         if block_t > 32:
             block_t //= 2
         else:
             stages -= 1
-    piece = piece_tokens(stacked, -(-columns // block_c))
-    return OuterTiles(block_t, block_n, block_c, h_left, piece, stages)
+    piece = piece_tokens(stacked, -(-columns // min(block_c, 128)))
+    return OuterTiles(block_t, block_n, block_c, h_left, piece, stages, warps)
 
 
 def piece_tokens(values: int, programs: int) -> int:
