@@ -44,6 +44,7 @@ POINTERS = {
     "scalings_ptr": "*fp32",
     "slot_table_ptr": "*i32",
     "token_table_ptr": "*i32",
+    "num_tiles_ptr": "*i32",
     "starts_ptr": "*i32",
     "tokens_ptr": "*i32",
     "slots_ptr": "*i32",

@@ -30,13 +30,14 @@ from lora_backends.sgmv.kernels.products import product_of_operands, right_opera
 from lora_backends.sgmv.kernels.shrink import partial_sums, scale_of_rows
 
 
-@triton.jit(do_not_specialize=["h_rows", "tiles", "grid_rows"])
+@triton.jit(do_not_specialize=["h_rows", "grid_rows"])
 def blend_shrink_kernel(
     x_ptr,
     a_ptr,
     ranks_ptr,
     a_slices_ptr,
     a_scales_ptr,
+    num_tiles_ptr,
     starts_ptr,
     tokens_ptr,
     slots_ptr,
@@ -52,7 +53,6 @@ def blend_shrink_kernel(
     h_rows,
     h_stride_s,
     h_stride_t,
-    tiles,
     grid_rows,
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
@@ -77,7 +77,8 @@ def blend_shrink_kernel(
     e, s = stacked // SIZES.NUM_SLICES, stacked % SIZES.NUM_SLICES  # [N]
     plane = ENTRIES * SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
     h_columns = h_ptr + part * plane + stacked.to(tl.int64) * h_stride_s + r  # [N]
-    for row in tl.range(first, tiles, grid_rows, num_stages=1):
+    num_tiles = tl.load(num_tiles_ptr)
+    for row in tl.range(first, num_tiles, grid_rows, num_stages=1):
         tokens, _ = _positions(starts_ptr, tokens_ptr, row, TILE)
         slot = tl.load(slots_ptr + row * ENTRIES + e, mask=e < ENTRIES, other=-1).to(tl.int64)
         ranks_at = ranks_ptr + slot * SIZES.NUM_SLICES + s
@@ -96,7 +97,7 @@ def blend_shrink_kernel(
             tl.store(h_columns[None, :] + (tokens * h_stride_t)[:, None], sums, mask=mask)
 
 
-@triton.jit(do_not_specialize=["h_rows", "tiles", "grid_rows"])
+@triton.jit(do_not_specialize=["h_rows", "grid_rows"])
 def blend_expand_kernel(
     h_ptr,
     b_ptr,
@@ -106,6 +107,7 @@ def blend_expand_kernel(
     scalings_ptr,
     b_slices_ptr,
     b_scales_ptr,
+    num_tiles_ptr,
     starts_ptr,
     tokens_ptr,
     slots_ptr,
@@ -119,7 +121,6 @@ def blend_expand_kernel(
     bias_stride_l,
     b_scales_stride_l,
     b_scales_stride_c,
-    tiles,
     grid_rows,
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
@@ -140,7 +141,8 @@ def blend_expand_kernel(
     s, first, end = columns_of(program, SIZES)
     plane = ENTRIES * SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
     e_all = tl.arange(0, ENTRIES)  # [E]
-    for tile_row in tl.range(row, tiles, grid_rows, num_stages=1):
+    num_tiles = tl.load(num_tiles_ptr)
+    for tile_row in tl.range(row, num_tiles, grid_rows, num_stages=1):
         # Loads that do not wait for one another, and not for the shrink.
         tokens, positions = _positions(starts_ptr, tokens_ptr, tile_row, TILE)
         slots = tl.load(slots_ptr + tile_row * ENTRIES + e_all)  # [E]

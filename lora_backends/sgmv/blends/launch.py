@@ -88,8 +88,7 @@ def add(
     h = torch.empty(shape, dtype=torch.float32, device=x.device)
     *tables, factors = blend.tables
     tensors, _, numbers = shrink_arguments(x, stacks, tuple(tables), h)
-    grid = blend.last_tile(capturing), rows
-    found.shrink.launch(rows, Arguments(tensors, (), (*numbers, *grid)))
+    found.shrink.launch(rows, Arguments(tensors, (), (*numbers, rows)))
     b, b_scales, bias = stacks.b, stacks.b_scales, stacks.bias
     # also passed for tensors that the layer lacks, which the kernel does not read
     stored = b.base if stacks.is_plain else stored_bytes(b.base)
@@ -112,7 +111,7 @@ def add(
         y.stride(0),
         0 if bias is None else bias.stride(0),
         *((0, 0) if b_scales is None else b_scales.stride()[:2]),
-        *grid,
+        rows,
     )
     found.expand.launch(rows, Arguments(of_b, (), numbers_of_b))
 

@@ -62,11 +62,12 @@ class Blend:
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """`starts`, `tokens`, `slots` and `factors`."""
-        packed, (tokens, slots, factors, _) = self.packed, self._places()
-        return packed, packed[tokens:], packed[slots:], packed[factors:].view(torch.float32)
+        """The number of tiles, then `starts`, `tokens`, `slots` and `factors`."""
+        packed, at = self.packed, self._places()
+        factors = packed[at[3] :].view(torch.float32)
+        return packed, packed[at[0] :], packed[at[1] :], packed[at[2] :], factors
 
-    def _places(self) -> tuple[int, int, int, int]:
+    def _places(self) -> tuple[int, int, int, int, int]:
         return places(self.capacity, self.room, self.entries)
 
     def grid_rows(self, capturing: bool, rows: int) -> int:
@@ -77,10 +78,6 @@ class Blend:
         if not capturing:
             return self.num_tiles
         return min(self.room, max_runs(rows, self.num_slots, self.tile_tokens))
-
-    def last_tile(self, capturing: bool) -> int:
-        """Return the end of the tiles that programs look at; those not in use are empty."""
-        return self.room if capturing else self.num_tiles
 
     def fill(self, batch: LoRABatch, found: SortedTokens, tile_tokens: int) -> None:
         """Cut a batch into tiles, and start the copy of the tables to the device."""
@@ -94,9 +91,10 @@ class Blend:
         array = staged.numpy()
         keys = np.where(found.live, found.slots * self.adapters + found.repeats, -1)
         starts, of_tiles = cut_tiles(keys, self.tile_tokens, self.entries)
-        tokens_at, slots_at, factors_at, _ = self._places()
+        starts_at, tokens_at, slots_at, factors_at, _ = self._places()
         count, active = len(of_tiles), len(found.tokens)
-        array[: count + 1], array[count + 1 : self.room + 1] = starts, starts[-1]
+        array[0] = count
+        array[starts_at : starts_at + count + 1] = starts
         array[tokens_at : tokens_at + active] = found.tokens
         firsts = np.cumsum([0, *map(len, of_tiles)])
         tiles = np.arange(count).repeat(np.diff(firsts))
@@ -151,12 +149,13 @@ def cut_tiles(keys: Ints, tile_tokens: int, entries: int) -> tuple[list[int], li
     return starts, tiles
 
 
-def places(capacity: int, room: int, entries: int) -> tuple[int, int, int, int]:
-    """Return the offsets of `tokens`, `slots` and `factors` behind `starts`, and the size."""
-    tokens = aligned(room + 1)
+def places(capacity: int, room: int, entries: int) -> tuple[int, int, int, int, int]:
+    """Return the offsets of `starts`, `tokens`, `slots` and `factors`, and the buffer's size."""
+    starts = aligned(1)
+    tokens = starts + aligned(room + 1)
     slots = tokens + aligned(capacity)
     factors = slots + aligned(room * entries)
-    return tokens, slots, factors, factors + aligned(capacity * entries)
+    return starts, tokens, slots, factors, factors + aligned(capacity * entries)
 
 
 def new_blend(batch: LoRABatch, capacity: int | None, device: torch.device) -> Blend:
