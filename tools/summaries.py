@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import geometric_mean
+from typing import Any
 
 import figures
 from reference_blocks import table
@@ -72,16 +73,27 @@ def decode_step_on_the_h200() -> str:
 
 def vllm_steps() -> str:
     """Return the time of a decode step inside vLLM on the GPU, over the time with LoRA off."""
-    measured = figures.result("vllm_step_gpu")["rows"]
-    cells: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
-    for row in measured:
-        cells.setdefault((row["rows"], row["adapters"]), {})[row["contender"]] = row
-    rows = []
-    for (count, adapters), found in cells.items():
-        step, own, ours = (found[name] for name in ("off", "own", "triton"))
-        cell = f"{count} rows, {adapters} adapter{'s' * (adapters > 1)}"
-        rows.append([cell, f"{step['ms']:.2f}", f"{own['ratio']:.2f}", f"{ours['ratio']:.2f}"])
-    return table(["", ">LoRA off, ms", ">vLLM's operators / off", ">`triton` / off"], rows)
+    return _steps("vllm_step_gpu", {"own": "vLLM's operators / off", "triton": "`triton` / off"})
+
+
+def sglang_steps() -> str:
+    """Return the same inside SGLang, and of a prefill."""
+    return _steps("sglang_step_gpu", {"triton": "SGLang's `triton` / off", "auto": "ours / off"})
+
+
+def _steps(result: str, contenders: dict[str, str]) -> str:
+    """Return a table of a result's steps; `contenders` are the columns' titles."""
+    cells: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in figures.result(result)["rows"]:
+        name = f"{row['rows']} rows, {row['adapters']} adapter{'s' * (row['adapters'] > 1)}"
+        if row.get("step") == "prefill":
+            name = f"a prefill of {row['prompt']:,} tokens"
+        cells.setdefault(name, {})[row["contender"]] = row
+    rows = [
+        [name, f"{found['off']['ms']:.2f}", *(f"{found[c]['ratio']:.2f}" for c in contenders)]
+        for name, found in cells.items()
+    ]
+    return table(["", ">LoRA off, ms", *(f">{title}" for title in contenders.values())], rows)
 
 
 def host_time() -> str:
