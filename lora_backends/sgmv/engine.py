@@ -429,6 +429,8 @@ class SgmvBackend(LoRABackend):
         # adapter per token, which other kernels compute
         if self.batch_invariant:
             return None
+        # One pass for two adapters takes 3.1 times one adapter's time on an H200. A pass for each
+        # into a float32 copy of y takes 4.5 times, and 2.0 times if each pass rounds y.
         blend = new_blend(batch, capacity, self.device) if out is None else out
         return fill_blend(blend, batch, self._options.source.tile_tokens)
 

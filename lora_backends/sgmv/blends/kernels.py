@@ -79,12 +79,12 @@ def blend_shrink_kernel(
     h_columns = h_ptr + part * plane + stacked.to(tl.int64) * h_stride_s + r  # [N]
     num_tiles = tl.load(num_tiles_ptr)
     for row in tl.range(first, num_tiles, grid_rows, num_stages=1):
-        tokens, _ = _positions(starts_ptr, tokens_ptr, row, TILE)
         slot = tl.load(slots_ptr + row * ENTRIES + e, mask=e < ENTRIES, other=-1).to(tl.int64)
         ranks_at = ranks_ptr + slot * SIZES.NUM_SLICES + s
         rank = tl.load(ranks_at, mask=slot >= 0, other=0, cache_modifier=".cg")  # [N]
         if tl.max(rank - r) > 0:
             slot = tl.maximum(slot, 0)
+            tokens, _ = _positions(starts_ptr, tokens_ptr, row, TILE)
             has_token, used = tokens >= 0, r < rank  # [T], [N]
             x_rows = x.ptr + tokens * x.stride_t  # [T]
             scales = scales_of_a(a, slot, s, r, SIZES)
@@ -139,20 +139,15 @@ def blend_expand_kernel(
         stride_c=b_stride_c, scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
     )  # fmt: skip
     s, first, end = columns_of(program, SIZES)
-    plane = ENTRIES * SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
-    e_all = tl.arange(0, ENTRIES)  # [E]
+    wait_for_h(SIZES)
     num_tiles = tl.load(num_tiles_ptr)
+    plane = ENTRIES * SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
     for tile_row in tl.range(row, num_tiles, grid_rows, num_stages=1):
-        # Loads that do not wait for one another, and not for the shrink.
         tokens, positions = _positions(starts_ptr, tokens_ptr, tile_row, TILE)
-        slots = tl.load(slots_ptr + tile_row * ENTRIES + e_all)  # [E]
-        used = tl.sum((slots >= 0).to(tl.int32))
-        of_slots = slots * SIZES.NUM_SLICES + s
-        ranks = tl.load(ranks_ptr + of_slots, mask=slots >= 0, other=0)  # [E]
-        scalings = tl.load(scalings_ptr + of_slots, mask=slots >= 0, other=0.0)  # [E]
         has_token = tokens >= 0  # [T]
+        slots_at = slots_ptr + tile_row * ENTRIES
+        used = tl.sum((tl.load(slots_at + tl.arange(0, ENTRIES)) >= 0).to(tl.int32))
         y_at = y_ptr + tokens * y_stride_t  # [T]
-        wait_for_h(SIZES)
         for chunk in tl.static_range(CHUNKS):
             c = first + chunk * SIZES.BLOCK_C + tl.arange(0, SIZES.BLOCK_C)  # [C]
             inside = has_token[:, None]
@@ -161,15 +156,14 @@ def blend_expand_kernel(
             y = tl.load(y_at[:, None] + c[None, :], mask=inside, other=0.0)
             total, changed = y.to(tl.float32), tokens < -1  # [T, C], [T]
             for e in tl.range(0, used, num_stages=1):
-                is_e = e_all == e
-                slot = tl.sum(tl.where(is_e, slots, 0)).to(tl.int64)
-                rank = tl.sum(tl.where(is_e, ranks, 0))
+                slot = tl.load(slots_at + e).to(tl.int64)
+                rank = tl.load(ranks_ptr + slot * SIZES.NUM_SLICES + s)
                 factor = tl.load(
                     factors_ptr + positions * ENTRIES + e, mask=has_token, other=float("nan")
                 )  # [T]
                 member = factor == factor
                 if rank > 0:
-                    scaling = tl.sum(tl.where(is_e, scalings, 0.0))
+                    scaling = tl.load(scalings_ptr + slot * SIZES.NUM_SLICES + s)
                     h_slice = h_ptr + (e * SIZES.NUM_SLICES + s).to(tl.int64) * h_stride_s
                     of_y = RowsOfY(at=y_at, read=member, written=member)
                     product = _product(
