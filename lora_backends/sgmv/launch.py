@@ -159,7 +159,14 @@ def kernels_of(
     # a captured graph serves every batch of `rows` rows, an eager call the batch as it is
     tokens = rows if plan.is_captured else plan.num_tokens
     shape = INVARIANT_BATCH if options.batch_invariant else (tokens, plan.active_slots)
-    layer = layer_shape(weights, 2 if dtype is None else dtype.itemsize)
+    # as `layer_shape`, without a call: this runs for every call of a layer
+    layer = LayerShape(
+        weights.num_slices,
+        weights.max_rank,
+        weights.in_features,
+        weights.out_features,
+        max(weights.dtype.itemsize, 2 if dtype is None else dtype.itemsize),
+    )
     kind = 0 if stacks.is_plain else storage_kind(weights.dtype, options.programmatic)
     return _kernels(
         BatchShape(*shape, plan.tile_tokens),
