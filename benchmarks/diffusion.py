@@ -182,9 +182,9 @@ def settings(options: Options) -> dict[str, Any]:
         f"layers per block, guidance doubles the rows; Flux: 2 double and 4 single blocks"
         f"{'' if on_gpu else '; widths divided by about 8'}. {ADAPTERS} adapters of rank "
         f"{options.rank} on all linear layers; image i has adapter i mod {ADAPTERS}. 'diffusers "
-        f"one after another' calls set_adapters and the pipeline once per adapter, with its own "
-        f"images, after the others, which take turns. Milliseconds are medians, and a ratio is "
-        f"the median of the ratios of all rounds."
+        f"one after another' calls set_adapters and the pipeline once per adapter, with that "
+        f"adapter's images. The other contenders take turns; this one is timed after them. "
+        f"Milliseconds are medians, and a ratio is the median of the ratios of all rounds."
     )
     return {"method": method, "device": device, "dtype": dtype, "backend": options.backend}
 

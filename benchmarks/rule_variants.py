@@ -1,8 +1,8 @@
 """Compares variants of the rules for 8-bit stacks on one GPU, over the peers' decode cells.
 
-Each variant takes sizes that the H200's table has and the rules do not; its docstring says in how
-many of the cells that it changes the table has them. The table's times do not show which of these
-sizes saves time; this benchmark does:
+Each variant replaces some sizes of the rules by sizes from the H200's table. "7 of 14 cells" in its
+docstring: it changes 14 cells, and the table has its sizes in 7 of them. The table's times do not
+show which of these sizes saves time; this benchmark does:
 
     python benchmarks/run.py rule_variants --processes 12 --output variants.json
 """

@@ -2,8 +2,8 @@
 
 Run it where SGLang is installed, on one GPU: python benchmarks/run.py sglang_step
 Models have random weights: one of the shape of an 8B Llama, and eight layers of Qwen3-30B-A3B. On
-a CPU, where `make test-sglang` makes .venv-sglang, they are SmolLM2 and a tiny mixture. Before it
-is timed, the answers of each engine are compared with torch_ref's under each adapter.
+a CPU, where `make test-sglang` makes .venv-sglang, they are SmolLM2 and a tiny mixture. Before the
+timing, each engine's answers are compared with torch_ref's under each adapter.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ METHOD = (
     "token. Row i uses adapter i mod the number of adapters, random ones on all linear layers, or "
     "on attention and experts. ms is the median over the rounds; ratio the median of each round's "
     "ratio to the first engine, whose LoRA is off. Wall time; the first round warms up. "
-    "answers: before the timing, each engine gives 4 greedy tokens; positions counts those "
-    "whose earlier tokens equal torch_ref's, steps those of them in decode steps, nearest those "
-    "whose log-probabilities are nearer to torch_ref's with their own adapter than with any other. "
-    "distance is the mean |difference| to torch_ref's with the own adapter, next with the nearest "
-    "other one. An engine of this library is timed only if all its positions are nearest. "
+    "answers: before the timing, each engine with LoRA gives 4 greedy tokens per prompt. "
+    "positions: tokens up to the first that differs from torch_ref's, which is included; steps: "
+    "how many of them come from decode steps; nearest: how many have log-probabilities nearer to "
+    "torch_ref's with their own adapter than with any other. distance: the mean |difference| to "
+    "torch_ref's with the own adapter; next: with the nearest other one. An engine of this library "
+    "is timed only if all its positions are nearest and some come from decode steps. "
     "failed: engines that ended or gave no answer in time; the others went on without them."
 )
 
@@ -498,7 +499,7 @@ STEP = Measurement(
         "--steps": flag(96 if ON_GPU else 10),
         "--rounds": flag(5 if ON_GPU else 3),
         "--seconds": flag(0, "after which no round begins; 0: all rounds"),
-        "--memory": flag(0.95 if ON_GPU else 0.6, "SGLang's mem_fraction_static, of what is free"),
+        "--memory": flag(0.95 if ON_GPU else 0.6, "SGLang's mem_fraction_static, of free memory"),
         "--limit": flag(300.0, "seconds for an engine to start, or to answer"),
         "--prefill-graphs": flag(False, "capture prefills, where this SGLang can"),
     },

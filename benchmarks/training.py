@@ -335,7 +335,7 @@ def kernels_of(layer: Layer, device: torch.device) -> dict[str, tuple[float, int
 
 
 def error_of(block: Block) -> dict[str, float]:
-    """Return the relative errors of our gradients beside the loop's in the same dtype."""
+    """Return the largest relative error of our gradients against the loop's in the same dtype."""
     found = []
     for contender in ("ours", "loop"):
         block.step(contender)()
@@ -346,7 +346,7 @@ def error_of(block: Block) -> dict[str, float]:
 
 
 def summary(result: Result) -> dict[str, Any]:
-    """Return, for each cell, the steps beside the base's, and the kernels' shares of a copy."""
+    """Return each cell's step times over the base's, and its kernels' shares of a copy."""
     found: dict[str, Any] = {}
     for row in result["rows"]:
         ms, shares = row["ms"], list(row["share_of_copy"].values())
@@ -371,8 +371,8 @@ TRAINING = Measurement(
     method=(
         "Forward and backward of the linear layers of one block of 8B shape, one after another, "
         "frozen base weights, bfloat16; rows take the adapters in turn. Contenders take turns, "
-        "back and forth; each runs for a second, so that the GPU has the clock of its load, then "
-        "five steps between CUDA events; medians. Kernels run in CUDA graphs. "
+        "in reverse order every other round; each runs for a second, so that the GPU has the clock "
+        "of its load, then five steps between CUDA events; medians. Kernels run in CUDA graphs. "
         "ours: F.linear, then run_linear on its output, by autograd. in_model: one node of both, "
         "as MultiLoRAModel has it. loop: PEFT's mixed batch. share_of_copy: bytes that a kernel "
         "has to move, at the rate of a copy, over its time."

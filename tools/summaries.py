@@ -77,7 +77,7 @@ def vllm_steps() -> str:
 
 
 def sglang_steps() -> str:
-    """Return the same inside SGLang, and of a prefill."""
+    """Return the times of decode steps and a prefill inside SGLang, over those with LoRA off."""
     return _steps("sglang_step_gpu", {"triton": "SGLang's `triton` / off", "auto": "ours / off"})
 
 

@@ -99,7 +99,7 @@ def tune_points(
     done = {point.key for point in job.points if same_software and point.key in entries}
     progress = TuningState(entries, len(done))
     todo = [point for point in job.points if point.key not in done]
-    # not `tile_source` of a backend, which tunes at first use if LORA_BACKENDS_TUNE is set
+    # not the source of a backend, which tunes at first use if LORA_BACKENDS_TUNE is set
     package = engine_with_tiles(job.backend).entry_kernels.__package__
     in_use = tile_source(job.backend, package, job.device, "auto")
     end = now() + job.budget

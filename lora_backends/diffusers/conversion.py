@@ -191,7 +191,7 @@ def _renamed(
         file.refuse(f"the metadata has no entry for {name}", [*tensors], "metadata for all parts")
     if metadata is not None and numbers:
         file.refuse(f"{name} has metadata and alphas", [*numbers], "one of them")
-    # From old names to new ones, because the converters keep the order.
+    # Old and new names pair by position, because the converters keep the order.
     names = dict(zip(tensors, renamed, strict=True))
     alphas = {}
     for key, alpha in numbers.items():

@@ -24,7 +24,7 @@ TIME_IDS = 6
 """SDXL's time_ids: original size, crop offset and target size, each as height and width."""
 
 LETTERS = ("a", "b", "ac", "d")
-"""Names of the rows, as in `lora_backends.hf.layout.trial`."""
+"""Rows, by the letters that `lora_backends.hf.layout.trial` explains."""
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ The deltas of a token's adapters add up in float32 and are rounded once. For n a
 and a 16-bit y [tokens, out]:
 
                       calls     reads of x, of y    writes of y
-    a call for each   n         n, n + 1            n + 1, of them n float32, in a copy
+    a call for each   n         n, n + 2            n + 2, of them n + 1 float32, in a copy
     one pass          1         1 to n, 1           1
 
 Either way, A, B and h are read once for each tile of tokens and each adapter in it. An engine
-offers one pass by `prepare_together` and `add_together`. The plans of single adapters are made in
+offers one pass by `prepare_together` and `add_together`: `numba_cpu` always, `triton` and `csgmv`
+except for embeddings and under `batch_invariant`. The plans of single adapters are made in
 any case, because gradients and experts use them.
 """
 

@@ -109,7 +109,7 @@ class BlendedRun:
     expand: launch.Kernel
     fields: bytes  # of the expand's `KernelCall`, before those of a `Work`
     y_fields: tuple[int, int]  # y_row and y_dtype of `Blocks`
-    needs: int  # of the batch's segments
+    needs: int  # flags of `numba_cpu.needs` for the batch's segments
 
     @classmethod
     def of(

@@ -22,7 +22,7 @@ PLANTED = (
     "memory grows beyond its budget",
     "an adapter from memory leaves its files readable",
 )
-"""Of mutants.py, some that the first runs find; each change of the code draws other runs."""
+"""Some mutants of mutants.py that the first runs find; each change of the code draws other runs."""
 
 REQUESTS_RUNS = (0, 1, 2, 3, 10)
 """Numbers of runs. Run 10 finds the failure that is read as an answer."""
@@ -38,7 +38,7 @@ REQUESTS_PLANTED = (
     "the failure of a pass is read as an answer",
     "a failed request raises an error without a type",
 )
-"""Likewise of requests_mutants.py, by `REQUESTS_RUNS`."""
+"""Some mutants of requests_mutants.py that `REQUESTS_RUNS` find."""
 
 
 def printed_by(*arguments):

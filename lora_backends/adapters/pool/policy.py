@@ -49,7 +49,7 @@ def may_try(first_refused: float | None, is_loaded: bool, now: float) -> bool:
 
     Args:
         first_refused: time in seconds at which the first request ahead of it found no slot; None:
-            no request ahead of it has looked for one.
+            none ahead of it has been refused.
         is_loaded: whether its adapters have slots.
         now: time in seconds on the same clock.
     """

@@ -63,7 +63,7 @@ class _Prefetch:
     """One name that a prefetch brings ahead."""
 
     result: Future[_Ready | None]  # None: it was written into its slot, or is not wanted any more
-    failed = False  # then `result` holds the error, for the next batch that asks for the name
+    failed = False  # True: `result` holds the error, for the next batch that asks for the name
 
 
 class AdapterStore:

@@ -285,7 +285,7 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             self._wrapped.pool.slots,
             lambda: self._hold(request_id, adapter, ids),
             self._may_free,
-            # A thread in its own pause would wait forever, even behind other requests.
+            # A thread in its own pause must not wait for a slot or its turn: no request can end.
             may_wait=threading.get_ident() not in self._pausing,
         )
 

@@ -129,8 +129,8 @@ def outer_tiles(
     block_t, stages, warps = (32, 1, 4) if in_registers else (128, 3, 4)
     if block_n == 64 and not (casts or wide):
         block_t = 64
-        # twice the columns read h half as often. With more than 128 rows of h, several programs
-        # read the same columns, and share them in the second cache only while all run at once.
+        # programs twice as wide read h half as often. Above 128 rows of h, three or more programs
+        # read the same columns, and share them in the L2 cache only while all run at once.
         if stacked <= 128:
             block_c, warps = 256, 8
     token_bytes = 4 * block_n + right_bytes * block_c

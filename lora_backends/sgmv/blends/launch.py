@@ -154,7 +154,7 @@ def kernels_for(
     per_token, entries = adapters
     # not the tables, which were measured with one adapter per token
     rules = options._replace(source=rules_for(options.gpu))
-    # at least two tokens a row: with fewer the rules choose sizes without a matrix product
+    # at least two tokens a tile: with fewer the rules choose sizes without a matrix product
     batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots))
     stacked = replace(layer, num_slices=layer.num_slices * per_token)
     shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]

@@ -163,8 +163,8 @@ def new_blend(batch: LoRABatch, capacity: int | None, device: torch.device) -> B
     has_room, capacity = capacity is not None, capacity or batch.num_tokens
     adapters = batch.adapters_per_token
     entries = power_of_two(2 * adapters)
-    # Two adjacent tiles have more keys, or more tokens, than one may have: else they would be one.
-    # More than `entries` keys come from at least this many tokens, fewer than a tile may have.
+    # Two adjacent tiles together have more keys, or more tokens, than one tile may have. More than
+    # `entries` keys need at least `in_two` tokens, and a full tile has more tokens than that.
     in_two = entries // adapters + 1
     room = max(1, 2 * -(-capacity // in_two))
     size = places(capacity, room, entries)[-1]

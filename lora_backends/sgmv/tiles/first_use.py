@@ -54,8 +54,7 @@ SHARE = 4
 """A search takes at most the time that is left divided by this, so that later layers get some."""
 
 MOST_SECONDS, LEAST_SECONDS = 20.0, 2.0
-"""The most that a search takes, and the least that one begins with: compiling one candidate takes
-about a second."""
+"""The longest search, and the shortest that begins. Compiling a candidate takes about a second."""
 
 _PACKAGES = ("torch", "triton", "lora-backends")
 

@@ -1,4 +1,4 @@
-"""Reads random checkpoint folders: the right result or a typed error, soon, and nothing else.
+"""Reads random checkpoint folders; each must soon give the right result or a typed error.
 
     python -m tests.fuzz.checkpoints --cases 20000 --seed 0 --result results.json
 

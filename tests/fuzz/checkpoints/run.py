@@ -1,4 +1,4 @@
-"""Reads one random checkpoint folder, and judges what was read or the refusal."""
+"""Reads one random checkpoint folder, and judges the result or the refusal."""
 
 import json
 import math

@@ -1,9 +1,9 @@
-"""Runs random configurations and command lines: what was asked for, or a message of one screen.
+"""Runs random configurations and command lines: each works, or ends with a message of one screen.
 
     python -m tests.fuzz.commands --cases 20000 --seed 0 --result results.json
 
 The same command goes on where the last one ended; `--only NUMBER` repeats one case. Commands run
-in this process, as `lora-backends` runs them; only what takes time is left out: `bench` measures
+in this process, as `lora-backends` runs them; only the slow parts are left out: `bench` measures
 nothing, and `verify` draws no cases.
 """
 
