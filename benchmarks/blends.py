@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,12 +28,13 @@ TOKENS = {"cuda": [1, 64, 2048], "cpu": [1, 16, 64, 512]}
 RANKS, ADAPTERS, COUNTS = (16, 64), 8, (2, 4)
 ROUNDS = 9
 METHOD = (
-    "Microseconds of run_linear into an existing y, over layers with different weights, 192 MB or "
-    "more in all: in a CUDA graph on a GPU, 9 rounds of 10 replays; call by call on a CPU, 9 "
-    "sweeps. All variants of a cell are timed in turns, and the median is taken. one: one adapter "
-    "per token. The others are ratios to it, for 2 and 4 adapters per token in one pass, or with "
-    "`passes` in a pass for each adapter, each of which rounds y. like: a token's first adapter "
-    "determines the others, so there are as many sets as adapters; unlike: drawn at random."
+    "Microseconds of run_linear into an existing y, over layers with different weights, 192 MB or"
+    " more in all: in a CUDA graph on a GPU, 9 rounds of 10 replays; call by call on a CPU, 9 "
+    "sweeps. All variants of a cell are timed in turns, and the median is taken. one: one adapter"
+    " per token. The others are ratios to it, for 2 and 4 adapters per token in one pass; `copy`:"
+    " in a pass for each adapter into a float32 copy of y, which is rounded once; `passes`: in a "
+    "pass for each adapter, each of which rounds y. like: a token's first adapter determines the "
+    "others, so there are as many sets as adapters; unlike: drawn at random."
 )
 
 
@@ -60,7 +62,9 @@ def variants(backend: LoRABackend, work: Workload) -> dict[str, Call]:
         drawn = torch.rand(len(slots), num_slots).argsort(1)[:, :count]
         for kind, chosen in (("like", torch.stack(like, 1)), ("unlike", drawn)):
             batch = LoRABatch(chosen, num_slots, torch.rand(chosen.shape))
-            calls[f"{kind}_{count}"] = one_pass(backend, work, backend.prepare_batch(batch))
+            plan = backend.prepare_batch(batch)
+            calls[f"{kind}_{count}"] = one_pass(backend, work, plan)
+            calls[f"{kind}_{count}_copy"] = one_pass(backend, work, replace(plan, joint=None))
             parts = [backend.prepare_batch(part) for part in batch.per_adapter(count)]
             calls[f"{kind}_{count}_passes"] = passes(backend, work, parts)
     return calls

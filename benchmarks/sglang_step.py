@@ -85,7 +85,7 @@ class Process:
         )
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """Send a request, and return its answer."""
+        """Send a request, and return its answer; errors as of `answer`."""
         assert self._process.stdin is not None
         try:
             print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
@@ -102,6 +102,10 @@ class Process:
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], self._limit)[0]:
             self._process.terminate()  # its own processes end with it
+            try:
+                self._process.wait(30)  # it holds memory that the others may need
+            except subprocess.TimeoutExpired:
+                self._process.kill()
             raise EngineFailed(f"no answer in {self._limit:.0f} s")
         line = self._process.stdout.readline()
         if not line:
@@ -307,7 +311,11 @@ def measure(
     prompts = [[(31 * row + 7 * i * i + i) % 31000 for i in range(64)] for row in range(8)]
     names = [f"adapter{row % arguments.adapters}" for row in range(len(prompts))]
     limit = arguments.limit
-    reference = _reference(Process("torch_ref", options, adapters, limit), adapters, prompts, names)
+    torch_ref = Process("torch_ref", options, adapters, limit)
+    try:
+        reference = _reference(torch_ref, adapters, prompts, names)
+    except EngineFailed as error:
+        raise SystemExit(f"the reference torch_ref failed: {error}") from error
     print("building the engines ...", flush=True)
     processes = {name: Process(name, options, adapters, limit) for name in arguments.engines}
     failed = result.setdefault("failed", {})["experts" if experts else "dense"] = {}

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lora_backends.bench import Cell, read_result
-from lora_backends.bench.schema import check_cells
+from lora_backends.bench import Cell
 from lora_backends.errors import InvalidInputError, did_you_mean
 from lora_backends.planning.shapes import EIGHT_BIT, SCALE_BYTES, Layer, ModelShapes
 
@@ -148,6 +147,10 @@ def read_card(path: Path, memory_bytes: int) -> Card:
     Raises:
         InvalidInputError: there is no such file, or it has no time of `run_linear`.
     """
+    # imported here: pydantic takes longer to import than the rest of this module
+    from lora_backends.bench import read_result
+    from lora_backends.bench.schema import check_cells
+
     result = read_result(path)
     check_cells(result, path)
     return card_of(result, memory_bytes, str(path))

@@ -58,7 +58,7 @@ class OuterTiles:
     h_left: bool  # whether h is the left operand
     piece: int  # tokens of a piece; a power of two
     num_stages: int
-    num_warps: int = 4
+    num_warps: int
 
 
 def dh_tiles(
@@ -139,6 +139,7 @@ def outer_tiles(
             block_t //= 2
         else:
             stages -= 1
+    # pieces as long as for 128 columns, since wider blocks write as many partial sums per piece
     piece = piece_tokens(stacked, -(-columns // min(block_c, 128)))
     return OuterTiles(block_t, block_n, block_c, h_left, piece, stages, warps)
 
