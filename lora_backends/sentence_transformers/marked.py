@@ -48,7 +48,7 @@ def marked(value: Any, entry: Any) -> Any:
             made.value, made.entry = value, entry
             return made
     raise UnsupportedInputError(
-        f"only texts can have adapters\n  given: {shown(value)}\n"
+        f"adapters go with texts alone\n  given: {shown(value)}\n"
         f"  allowed: a str, or a pair or a dict of them\n"
         f"  to do: pass other inputs to the encoder itself, which runs without adapters"
     )
