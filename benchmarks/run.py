@@ -48,8 +48,9 @@ TABLE = {
         "training_scale:TRAINING_SCALE",
         "a training step on one and on two GPUs, the base whole and sharded",
     ),
+    "vllm_gpu": ("vllm_gpu:STEP", "vLLM on GPUs: LoRA off, its operators, this library"),
     "vllm_live": ("vllm_live:LIVE", "vLLM: live updates under load, times beside bytes"),
-    "vllm_step": ("vllm_step:STEP", "vLLM: LoRA off, its operators, this library"),
+    "vllm_step": ("vllm_step:STEP", "vLLM on a CPU: LoRA off, its operators, this library"),
     "whole_model": ("whole_model:WHOLE_MODEL", "a Llama of 8B shape, eager, graph, compiled"),
 }
 """Where each measurement is, and what it measures."""

@@ -1,21 +1,19 @@
-"""A step of the real vLLM: LoRA off, vLLM's own operators and this library, in turns.
+"""A step of the real vLLM on a CPU: LoRA off, vLLM's own operators and this library, in turns.
 
-Run it where vLLM is installed: `make test-vllm` makes .venv-vllm for CPUs. On a GPU the model is a
-Llama of the 8B shape with random weights. OMP_NUM_THREADS is 1 unless it is set.
+Run it where vLLM is installed: `make test-vllm` makes .venv-vllm for CPUs. OMP_NUM_THREADS is 1
+unless it is set. `vllm_gpu` is for GPUs.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,74 +25,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from engine_models import SMOLLM2, save_adapter
+from engine_processes import cell_of
 from measuring import ROOT, Measurement, Options, Result, Row, flag, median_ratio, middle_and_ends
-from safetensors.torch import save_file
 
 from lora_backends.bench.results import versions
 
 VARIABLE = "LORA_BACKENDS_VLLM"
-ON_GPU = torch.cuda.is_available()
-LLAMA_8B = {"hidden": 4096, "intermediate": 14336, "layers": 32, "kv": 1024}
-SMOLLM2 = {"hidden": 576, "intermediate": 1536, "layers": 30, "kv": 192}
 METHOD = (
     "Engines of one process take turns, a prefill of every row's prompt in one step and then "
     "decode steps each round; row i uses adapter i mod the number of adapters, random ones on all "
     "linear layers. ms is the median over the rounds, of a round's median decode step or of its "
-    "prefill; ratio is the median of each round's ratio to the first engine. On a CPU the time is "
+    "prefill; ratio is the median of each round's ratio to the first engine. The time is "
     "the CPU time of the process, on one thread, and the first engine is this library's serving "
-    "requests without adapters; on a GPU it is wall time, LoRA is off in the first engine, and "
-    "prefills are left out, since vLLM returns from a step before the GPU has run it."
+    "requests without adapters."
 )
-
-
-def save_adapter(folder: Path, shape: dict[str, int], rank: int, seed: int, dtype: Any) -> Path:
-    """Save a random PEFT adapter on all linear layers of a Llama, and return its folder."""
-    hidden, wide, kv = shape["hidden"], shape["intermediate"], shape["kv"]
-    sites = {"self_attn.q_proj": (hidden, hidden), "self_attn.o_proj": (hidden, hidden)}
-    sites |= {f"self_attn.{name}_proj": (hidden, kv) for name in "kv"}
-    sites |= {f"mlp.{name}_proj": (hidden, wide) for name in ("gate", "up")}
-    sites |= {"mlp.down_proj": (wide, hidden)}
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(shape["layers"]):
-        for site, (width, out) in sites.items():
-            key = f"base_model.model.model.layers.{layer}.{site}"
-            a = torch.randn(rank, width, generator=generator) / width**0.5
-            b = torch.randn(out, rank, generator=generator) * 0.02
-            tensors |= {f"{key}.lora_A.weight": a.to(dtype), f"{key}.lora_B.weight": b.to(dtype)}
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    names = [site.split(".")[1] for site in sites]
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank}
-    config |= {"target_modules": names, "bias": "none", "base_model_name_or_path": "model"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def save_llama_config(folder: Path) -> Path:
-    """Save the configuration of a Llama of the 8B shape, whose weights vLLM makes up."""
-    shape = LLAMA_8B
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape["hidden"],
-        "intermediate_size": shape["intermediate"],
-        "num_hidden_layers": shape["layers"],
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 8192,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def allow_a_second_engine() -> None:
@@ -142,23 +87,7 @@ class Contender:
         ]
         self._count = 0
 
-    def draw_weights(self) -> None:
-        """Draw dummy weights anew: as vLLM makes them, all logits are equal."""
-        model = self.engine.model_executor.driver_worker.worker.model_runner.model
-        while not hasattr(model, "named_parameters"):
-            model = model.runnable
-        with torch.inference_mode():
-            for name, weight in model.named_parameters():
-                seed = zlib.crc32(name.replace(".base_layer", "").encode())
-                generator = torch.Generator(device=weight.device).manual_seed(seed)
-                if "norm" in name:
-                    weight.data.fill_(1)
-                else:
-                    weight.data.normal_(0, 0.02, generator=generator)
-
-    def round(
-        self, clock: Callable[[], float], rows: int, adapters: int, prompt: int, steps: int
-    ) -> tuple[float, float]:
+    def round(self, rows: int, adapters: int, prompt: int, steps: int) -> tuple[float, float]:
         """Return the milliseconds of a prefill and of a decode step (median)."""
         from vllm import SamplingParams
 
@@ -172,11 +101,11 @@ class Contender:
             self.engine.add_request(
                 str(self._count), {"prompt_token_ids": ids}, sampling, lora_request=request
             )
-        times = [clock()]
+        times = [time.process_time()]
         gc.disable()
         while self.engine.has_unfinished_requests():
             self.engine.step()
-            times.append(clock())
+            times.append(time.process_time())
         gc.enable()
         spans = [1e3 * (after - before) for before, after in zip(times, times[1:], strict=False)]
         return spans[0], statistics.median(spans[3:-2])
@@ -184,24 +113,20 @@ class Contender:
 
 def measure(arguments: Options, dtype: str, folder: Path) -> list[dict[str, Any]]:
     """Build the engines, let them take turns, and return one row each."""
-    shape = LLAMA_8B if ON_GPU else SMOLLM2
     adapters = [
         save_adapter(
-            folder / f"adapter{index}", shape, arguments.rank, index, getattr(torch, dtype)
+            folder / f"adapter{index}", SMOLLM2, arguments.rank, index, getattr(torch, dtype)
         )
         for index in range(arguments.adapters)
     ]
-    options = engine_options(arguments, dtype, folder)
+    options = engine_options(arguments, dtype)
     contenders = {}
     for name in arguments.engines:
         print(f"building the engine {name!r} ...", flush=True)
         contenders[name] = Contender(name, options, adapters)
-        if ON_GPU:
-            contenders[name].draw_weights()
-    entries = {name: (engine, True) for name, engine in contenders.items()}
-    if not ON_GPU:  # the engine of this library, whose LoRA layers then add nothing
-        entries = {"adding nothing": (contenders[arguments.engines[-1]], False), **entries}
-    clock = time.perf_counter if ON_GPU else time.process_time
+    # first, the engine of this library whose LoRA layers add nothing
+    entries = {"adding nothing": (contenders[arguments.engines[-1]], False)}
+    entries |= {name: (engine, True) for name, engine in contenders.items()}
     cells = arguments.cells
     times: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {
         cell: {name: [] for name in entries} for cell in cells
@@ -211,24 +136,18 @@ def measure(arguments: Options, dtype: str, folder: Path) -> list[dict[str, Any]
         for (rows, active), name in itertools.product(cells, order):
             engine, adds = entries[name]
             size = active if adds else 0, arguments.prompt, arguments.steps
-            found = engine.round(clock, rows, *size)
+            found = engine.round(rows, *size)
             if turn:
                 times[rows, active][name].append(found)
         print(f"round {turn} of {arguments.rounds}", flush=True)
     return [row for cell in cells for row in rows_of(times[cell], dtype, cell, arguments)]
 
 
-def cell_of(text: str) -> tuple[int, int]:
-    """Return the rows and the adapters of a cell such as 64x8."""
-    rows, adapters = map(int, text.split("x"))
-    return rows, adapters
-
-
-def engine_options(arguments: Options, dtype: str, folder: Path) -> dict[str, Any]:
+def engine_options(arguments: Options, dtype: str) -> dict[str, Any]:
     """Return vLLM's options, the same for every engine but for LoRA."""
     most = max(rows for rows, _ in arguments.cells)
     tokens = most * arguments.prompt
-    options = dict(
+    options: dict[str, Any] = dict(
         dtype=dtype,
         max_model_len=1024,
         max_num_seqs=max(16, most),
@@ -243,18 +162,8 @@ def engine_options(arguments: Options, dtype: str, folder: Path) -> dict[str, An
         max_lora_rank=max(8, arguments.rank),
         max_cpu_loras=arguments.adapters,
     )
-    if not ON_GPU:
-        model = os.environ.get("SMOLLM2", str(ROOT / ".venv-vllm" / "smollm2"))
-        return options | {"model": model, "enforce_eager": True}
-    kv_bytes = 2 * 2**30
-    options |= {"model": str(save_llama_config(folder / "model")), "load_format": "dummy"}
-    options |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": kv_bytes}
-    if arguments.mode == "eager":
-        options["enforce_eager"] = True
-    elif arguments.mode == "graph":
-        sizes = {"cudagraph_capture_sizes": [8, 64]}
-        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} | sizes
-    return options
+    model = os.environ.get("SMOLLM2", str(ROOT / ".venv-vllm" / "smollm2"))
+    return options | {"model": model, "enforce_eager": True}
 
 
 def rows_of(
@@ -266,8 +175,6 @@ def rows_of(
     """Yield the rows of a cell, each contender's ratio to the first one included."""
     base, *_ = times.values()
     for index, step in enumerate(("prefill", "decode")):
-        if step == "prefill" and ON_GPU:
-            continue  # vLLM returns from a step before the GPU has run it
         for name, series in times.items():
             ms = [each[index] for each in series]
             row = {"step": step, "contender": name, "dtype": dtype}
@@ -296,31 +203,24 @@ def measure_all(arguments: Options, result: Result) -> Iterator[Row]:
 def summary(result: Result) -> dict[str, float]:
     """Return the ratio of each row, by its name."""
     return {
-        f"{row['dtype']} {row['step']} {row['contender']}"
-        + f" {row['rows']}x{row['adapters']}" * ON_GPU: row["ratio"]
-        for row in result["rows"]
+        f"{row['dtype']} {row['step']} {row['contender']}": row["ratio"] for row in result["rows"]
     }
 
 
 STEP = Measurement(
     rows=measure_all,
-    file=f"vllm_step_{'gpu' if ON_GPU else 'cpu'}.json",
+    file="vllm_step_cpu.json",
     method=METHOD,
-    settings=lambda o: {"device": "cuda" if ON_GPU else "cpu", "mode": o.mode, "load": None},
+    settings=lambda _: {"load": None},
     summary=summary,
     options={
         "--engines": flag(["off", "own", "auto"]),
-        "--dtypes": flag(["bfloat16"] if ON_GPU else ["float32", "bfloat16"]),
-        "--cells": flag(
-            [(64, 8), (8, 8), (64, 1)] if ON_GPU else [(32, 8)],
-            type=cell_of,
-            metavar="ROWSxADAPTERS",
-        ),
+        "--dtypes": flag(["float32", "bfloat16"]),
+        "--cells": flag([(32, 8)], type=cell_of, metavar="ROWSxADAPTERS"),
         "--adapters": flag(8, "that engines have room for"),
-        "--rank": flag(16 if ON_GPU else 8),
-        "--prompt": flag(128 if ON_GPU else 32),
-        "--steps": flag(40 if ON_GPU else 10),
+        "--rank": flag(8),
+        "--prompt": flag(32),
+        "--steps": flag(10),
         "--rounds": flag(5),
-        "--mode": flag("compile", choices=["compile", "graph", "eager"]),
     },
 )
