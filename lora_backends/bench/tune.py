@@ -100,7 +100,7 @@ def tune_points(
     progress = TuningState(entries, len(done))
     todo = [point for point in job.points if point.key not in done]
     # not the source of a backend, which tunes at first use if LORA_BACKENDS_TUNE is set
-    package = engine_with_tiles(job.backend).entry_kernels.__package__
+    package = engine_with_tiles(job.backend).package
     in_use = tile_source(job.backend, package, job.device, "auto")
     end = now() + job.budget
     for i, point in enumerate(todo):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
-from lora_backends.csgmv import kernels
 from lora_backends.csgmv.plan import CsgmvPlan, new_plan
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.engine import SgmvBackend
@@ -55,7 +54,7 @@ class CsgmvBackend(SgmvBackend):
     name = "csgmv"
     auto_priority = {"cuda": 90}
     plan_type = CsgmvPlan
-    entry_kernels: ClassVar[Any] = kernels
+    package = __name__
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,15 +12,7 @@ from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv import layout
-from lora_backends.sgmv.layout import Counted, Ints, SgmvPlan, Tables
-
-
-class GroupRow(NamedTuple):
-    """The constants by which a program finds its group."""
-
-    SEGMENT: int  # tokens of a segment
-    GROUP: int  # most segments of a group
-    BY_TOKEN: bool  # whether h has a row for every token, not for every place
+from lora_backends.sgmv.layout import Counted, Ints, RowSizes, SgmvPlan, Tables
 
 
 @dataclass(eq=False)
@@ -76,8 +68,8 @@ class CsgmvPlan(SgmvPlan):
         return segments * self.segment_size
 
     @override
-    def row_constants(self, by_token: bool) -> GroupRow:
-        return GroupRow(self.segment_size, self.group_size, by_token)
+    def row_constants(self, by_token: bool) -> RowSizes:
+        return RowSizes(self.segment_size, self.group_size, by_token)
 
     @override
     def _view_tables(self) -> Tables:

@@ -51,12 +51,12 @@ _LINEAR = {op.name for op in OPERATIONS if "run_linear" in (op.name, op.same_as)
 class SgmvBackend(LoRABackend):
     """Segmented gather matrix-vector products in Triton: two launches a layer.
 
-    A subclass names its entry kernels and cuts batches into rows of the grid. It documents the
+    A subclass names its package and cuts batches into rows of the grid. It documents the
     options; `tiles` may also be a `TileSource`.
     """
 
-    entry_kernels: ClassVar[Any]
-    """The module with `shrink_kernel`, `gather_kernel`, `expand_kernel` and `find_rows`."""
+    package: ClassVar[str]
+    """The package whose folder `tables` has the tables of tuned tile sizes."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     plan_type: ClassVar[type] = SgmvPlan
@@ -82,7 +82,6 @@ class SgmvBackend(LoRABackend):
         self._is_cuda = self.device.type == "cuda"
         self.batch_invariant = batch_invariant
         self._options = launch.Options(
-            engine=type(self),
             precision="tf32" if allow_tf32 else "ieee",
             programmatic=has_programmatic_launch(self.device),
             batch_invariant=batch_invariant,

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lora_backends.eight_bit import b_row_groups
+from lora_backends.sgmv.kernels import entry
 from lora_backends.sgmv.kernels.operands import ExpandSizes, GatherSizes, ShrinkSizes
 from lora_backends.sgmv.launching.call_cache import Launched
 from lora_backends.sgmv.launching.kernel import (
@@ -63,7 +64,6 @@ for every token, float32, as callers of `run_lora_a` see it; embedding: one plan
 class Options(NamedTuple):
     """Options of a backend, equal in all of its launches."""
 
-    engine: Any  # the class, which names the entry kernels; a module cannot be copied or pickled
     precision: str  # of float32 products, as `tl.dot` names it
     programmatic: bool  # whether the expand launches before the shrink has ended
     batch_invariant: bool
@@ -310,14 +310,12 @@ def _shrink_kernel(
     row: tuple[Any, ...],
     options: Options,
 ) -> SpecializedKernel:
-    entries = options.engine.entry_kernels
     return specialized(
-        entries.shrink_kernel,
+        entry.shrink_kernel,
         -(-layer.stacked // tiles.block_n) * tiles.split_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         programmatic=sizes.PROGRAMMATIC,
-        FIND=entries.find_rows,
         ROW=row,
         SIZES=sizes,
     )
@@ -333,9 +331,8 @@ def _expand_kernel(
     # With 128 registers or fewer, two programs of 8 warps fit on a multiprocessor. A kernel that
     # widens B after TMA takes 138 if ptxas may choose, and 126, without spills, under this limit.
     widens = sizes.STORAGE > 0 and tiles.num_stages > 1 and tiles.num_warps == 8
-    entries = options.engine.entry_kernels
     return specialized(
-        entries.expand_kernel,
+        entry.expand_kernel,
         columns.programs,
         num_warps=tiles.num_warps,
         programmatic=sizes.PROGRAMMATIC,
@@ -343,7 +340,6 @@ def _expand_kernel(
         # With TMA two axes: finding the row by division takes up to 24 registers, with which one
         # program fits on a multiprocessor instead of two.
         PROGRAMS=columns.programs if tiles.num_stages <= 1 else 0,
-        FIND=entries.find_rows,
         ROW=row,
         SIZES=sizes,
     )
@@ -355,7 +351,6 @@ def gather_kernel_of(
     """Return the kernel that shrinks one-hot rows for a layer and a plan, as `row_constants`."""
     kind = storage_kind(weights.dtype)
     return gather_kernel(
-        options.engine,
         weights.num_slices,
         weights.max_rank,
         weights.derived(_stacks).aligns[0],
@@ -366,7 +361,6 @@ def gather_kernel_of(
 
 @lru_cache(maxsize=1024)
 def gather_kernel(
-    engine: Any,
     num_slices: int,
     max_rank: int,
     slice_align: int,
@@ -383,9 +377,8 @@ def gather_kernel(
         GROUP_K=storage.block[1] or 0,
         BLOCK_R=block_r,
     )
-    entries, programs = engine.entry_kernels, -(-max_rank // block_r) * num_slices
-    find = entries.find_rows
-    return specialized(entries.gather_kernel, programs, FIND=find, ROW=row, SIZES=sizes)
+    programs = -(-max_rank // block_r) * num_slices
+    return specialized(entry.gather_kernel, programs, ROW=row, SIZES=sizes)
 
 
 def shrink(

@@ -33,6 +33,14 @@ Tables: TypeAlias = tuple[torch.Tensor, torch.Tensor, Any]
 """Slots and tokens of the runs, and a third that `ABSENT` stands for if an engine has two."""
 
 
+class RowSizes(NamedTuple):
+    """The constants by which a program finds its row of the grid: a group of segments."""
+
+    SEGMENT: int  # tokens of a segment
+    GROUP: int  # most segments of a group
+    BY_TOKEN: bool  # whether h has a row for every token, not for every place
+
+
 @dataclass(eq=False)
 class SgmvPlan(CachingPlan):
     """A plan that both kernels read from device tables; a row of the grid is one tile of tokens.
@@ -88,8 +96,8 @@ class SgmvPlan(CachingPlan):
         """Return the rows that h has per slice and plane in `run_linear` on x of `rows` rows."""
         raise NotImplementedError
 
-    def row_constants(self, by_token: bool) -> tuple[Any, ...]:
-        """Return the constants by which the engine's `find_rows` finds a row, a NamedTuple.
+    def row_constants(self, by_token: bool) -> RowSizes:
+        """Return the constants by which `find_rows` finds a row of the grid.
 
         `by_token` says that h has a row for every token, as callers of `run_lora_a` see it.
         """

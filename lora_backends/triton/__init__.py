@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.layout import count_tokens
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
-from lora_backends.triton import kernels
 from lora_backends.triton.plan import TritonPlan, new_plan
 
 
@@ -45,7 +42,7 @@ class TritonBackend(SgmvBackend):
     name = "triton"
     auto_priority = {"cuda": 100}
     plan_type = TritonPlan
-    entry_kernels: ClassVar[Any] = kernels
+    package = __name__
 
     @override
     def prepare_batch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from typing_extensions import override
@@ -13,13 +12,7 @@ from typing_extensions import override
 from lora_backends.batch import LoRABatch
 from lora_backends.sgmv import layout
 from lora_backends.sgmv.launching.kernel import ABSENT
-from lora_backends.sgmv.layout import Counted, SgmvPlan, Tables
-
-
-class TileRow(NamedTuple):
-    """The constants by which a program finds its tile."""
-
-    TILE: int  # tokens
+from lora_backends.sgmv.layout import Counted, RowSizes, SgmvPlan, Tables
 
 
 @dataclass(eq=False)
@@ -55,7 +48,7 @@ class TritonPlan(SgmvPlan):
         return rows
 
     @override
-    def row_constants(self, by_token: bool) -> TileRow:
+    def row_constants(self, by_token: bool) -> RowSizes:
         return _row(self.tile_tokens)
 
     @override
@@ -86,8 +79,8 @@ class TritonPlan(SgmvPlan):
 
 
 @lru_cache(maxsize=64)
-def _row(tile_tokens: int) -> TileRow:
-    return TileRow(tile_tokens)
+def _row(tile_tokens: int) -> RowSizes:
+    return RowSizes(tile_tokens, 1, True)
 
 
 def new_plan(

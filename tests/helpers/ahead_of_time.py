@@ -393,15 +393,13 @@ def kernels(cases, engine, dtype, programmatic, gpu):
     """Yield every kernel that the engine launches for layers and batches."""
     import torch
 
-    from lora_backends.selection.registry import backend_class
     from lora_backends.sgmv import launch
     from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
     from lora_backends.sgmv.tiles import rules
     from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
     from lora_backends.sgmv.tiles.source import rules_for
 
-    cls = backend_class(engine)
-    options = launch.Options(cls, "ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
+    options = launch.Options("ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
     item_bytes = 4 if dtype == "fp32" else 2
     for (slices, inputs, rank), (tokens, active), segment_size, forms in cases[engine, dtype]:
         layer = LayerShape(len(slices), rank, inputs, sum(slices), item_bytes)
@@ -420,14 +418,13 @@ def kernels(cases, engine, dtype, programmatic, gpu):
                 form, programmatic and storage.block[1] is None,
             )[:2]  # fmt: skip
         if "embedding" in forms:
-            yield launch.gather_kernel(cls, len(slices), rank, 0, PLAIN, constants(False))
+            yield launch.gather_kernel(len(slices), rank, 0, PLAIN, constants(False))
 
 
 def blend_kernels(dtype, cases, programmatic, gpu):
     """Yield the kernels for several adapters per token of cases as in `BLENDS`."""
     import torch
 
-    from lora_backends.csgmv import CsgmvBackend
     from lora_backends.sgmv import launch
     from lora_backends.sgmv.blends.launch import kernels_for
     from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
@@ -435,9 +432,7 @@ def blend_kernels(dtype, cases, programmatic, gpu):
     from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, power_of_two
     from lora_backends.sgmv.tiles.source import rules_for
 
-    options = launch.Options(
-        CsgmvBackend, "ieee", programmatic, False, rules_for(gpu), programmatic, gpu
-    )
+    options = launch.Options("ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
     for (slices, inputs, rank), (tokens, sets), adapters, has_bias, stored in cases:
         layer = LayerShape(len(slices), rank, inputs, sum(slices), 4 if dtype == "fp32" else 2)
         storage = PLAIN
@@ -463,15 +458,13 @@ def base_kernels(gpu):
 
 def row_constants(engine, segment_size, tile):
     """Return the constants by which an engine finds a row, and its tokens per tile."""
-    if engine == "triton":
-        from lora_backends.triton.plan import TileRow
-
-        return lambda by_token: TileRow(tile), tile
     from lora_backends.csgmv import segment_and_group
-    from lora_backends.csgmv.plan import GroupRow
+    from lora_backends.sgmv.layout import RowSizes
 
+    if engine == "triton":
+        return lambda by_token: RowSizes(tile, 1, True), tile
     segment, group = segment_and_group(segment_size, tile)
-    return lambda by_token: GroupRow(segment, group, by_token), segment * group
+    return lambda by_token: RowSizes(segment, group, by_token), segment * group
 
 
 def is_programmatic(target):

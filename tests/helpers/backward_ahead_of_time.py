@@ -37,7 +37,6 @@ def kernels(cases, engine, dtype, programmatic, gpu):
     """Yield every kernel that the engine launches for cases, and its pointers' dtypes."""
     import torch
 
-    from lora_backends.selection.registry import backend_class
     from lora_backends.sgmv.backward import launch
     from lora_backends.sgmv.backward.kernels.operands import PieceSizes
     from lora_backends.sgmv.launch import Options
@@ -45,9 +44,7 @@ def kernels(cases, engine, dtype, programmatic, gpu):
     from lora_backends.sgmv.tiles.sizes import LayerShape
     from lora_backends.sgmv.tiles.source import rules_for
 
-    options = Options(
-        backend_class(engine), "ieee", programmatic, False, rules_for(gpu), programmatic, gpu
-    )
+    options = Options("ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
     of_names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     for layer, rows, tile, segment, outers, pointers in cases[engine, dtype]:
         slices, inputs, rank = layer

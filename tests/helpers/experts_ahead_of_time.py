@@ -63,15 +63,13 @@ def routing_kernels(programmatic):
 def site_kernels(dtype, programmatic, gpu):
     import torch
 
-    from lora_backends.selection.registry import backend_class
     from lora_backends.sgmv.experts import launch
     from lora_backends.sgmv.experts.rules import PairShape, SiteShape
     from lora_backends.sgmv.launch import Options
     from lora_backends.sgmv.storage import Storage, storage_kind
     from lora_backends.sgmv.tiles.source import rules_for
 
-    cls = backend_class("triton")
-    options = Options(cls, "ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
+    options = Options("ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
     for pairs, layer, top_k, fresh, *stored in CASES[dtype]:
         num_a, rank, inputs, slices, interleaved = layer
         widths = (sum(slices),) if interleaved or num_a == 1 else slices

@@ -25,7 +25,7 @@ LAYERS = {  # of Llama-3-8B, with 8 adapters of rank 16: in_features and output_
 @pytest.fixture(scope="module")
 def sizes():
     source = TileSource(tile_tokens, lambda batch, layer: choose_tiles(batch, layer, H200), ())
-    options = Options(None, "ieee", True, False, source, True, H200)
+    options = Options("ieee", True, False, source, True, H200)
 
     def of(name, halves=False):
         wide, slices = LAYERS[name]

@@ -86,7 +86,7 @@ def test_names_that_a_version_lacks_are_told(tmp_path, capsys):
 
 def test_the_benchmark_compares_answers_as_long_as_their_tokens_are_the_references(monkeypatch):
     monkeypatch.setattr("os.environ", os.environ.copy())  # an import sets variables
-    import sglang_step
+    import engine_processes
 
     every = [
         [[{"7": -(1.0 + adapter + k + row)} for row in range(2)] for k in range(3)]
@@ -98,24 +98,25 @@ def test_the_benchmark_compares_answers_as_long_as_their_tokens_are_the_referenc
         return {"tokens": tokens, "tops": [every[adapter][k][row] for k in range(3)]}
 
     right = [answer([7, 7, 7], 0, 0), answer([7, 3, 7], 1, 1)]
-    found = sglang_step.agreement(right, reference, 2)
+    found = engine_processes.agreement(right, reference, 2)
     assert found == {"positions": 5, "steps": 3, "nearest": 5, "distance": 0.0, "next": 1.0}
-    assert sglang_step.is_right(found)
-    swapped = sglang_step.agreement([right[0], answer([7, 7, 7], 0, 1)], reference, 2)
-    assert swapped["nearest"] == 3 and not sglang_step.is_right(swapped)
+    assert engine_processes.is_right(found)
+    swapped = engine_processes.agreement([right[0], answer([7, 7, 7], 0, 1)], reference, 2)
+    assert swapped["nearest"] == 3 and not engine_processes.is_right(swapped)
     alone = [answer([3, 7, 7], 0, 0), answer([3, 7, 7], 1, 1)]
-    assert not sglang_step.is_right(sglang_step.agreement(alone, reference, 2))
+    assert not engine_processes.is_right(engine_processes.agreement(alone, reference, 2))
     same = reference | {"every": every[:1] * 2}  # adapters that do nothing prove nothing
-    assert not sglang_step.is_right(sglang_step.agreement(right, same, 2))
+    assert not engine_processes.is_right(engine_processes.agreement(right, same, 2))
 
 
 def test_the_benchmark_goes_on_without_an_engine_that_fails(monkeypatch):
     monkeypatch.setattr("os.environ", os.environ.copy())
-    import sglang_step
+    import engine_processes
 
+    spec = {"backend": "", "options": {}, "names": []}
     for limit, reason in ((60, "ended with status 1"), (0, "no answer in 0 s")):
-        with pytest.raises(sglang_step.EngineFailed, match=reason):  # SGLang is not installed
-            sglang_step.Process("off", {}, {}, limit).answer()
+        with pytest.raises(engine_processes.EngineFailed, match=reason):  # SGLang is not installed
+            engine_processes.Process("sglang_worker.py", spec, limit).answer()
 
     class Engine:
         def __init__(self, calls):
@@ -124,20 +125,18 @@ def test_the_benchmark_goes_on_without_an_engine_that_fails(monkeypatch):
         def ask(self, do, **work):
             self.calls -= 1
             if not self.calls:
-                raise sglang_step.EngineFailed("gone")
+                raise engine_processes.EngineFailed("gone")
             return work["tokens"]
 
     engines = {"off": Engine(99), "late": Engine(8), "auto": Engine(99)}
-    options = SimpleNamespace(
-        cells=[(8, 2)], rounds=2, steps=4, prompt=4, prefill=8, rank=8, seconds=0
-    )
+    options = SimpleNamespace(cells=[(8, 2)], rounds=2, steps=4, prompt=4, prefills=[8], rank=8)
     failed = []
 
     def drop(name, error):
         failed.append(f"{name} {error}")
         engines.pop(name)
 
-    rows = list(sglang_step._timed(engines, drop, options, False, float("inf")))
+    rows = list(engine_processes.timed(engines, drop, options, float("inf"), {}))
     assert failed == ["late gone"]
     found = [(row["step"], row["contender"], row["rounds"], row["ratio"]) for row in rows]
     assert found == [(s, e, 2, 1.0) for s in ("decode", "prefill") for e in ("off", "auto")]

@@ -172,7 +172,6 @@ def _dh_kernel(
         layer.num_slices * sizes.RANK_BLOCKS * sizes.PARTS,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        FIND=options.engine.entry_kernels.find_rows,
         ROW=row,
         SIZES=sizes,
     )
@@ -259,7 +258,6 @@ def _dx_kernel(
         rows.dx_kernel,
         -(-layer.in_features // (tiles.block_c * tiles.blocks)),
         num_warps=tiles.num_warps,
-        FIND=options.engine.entry_kernels.find_rows,
         ROW=row,
         SIZES=sizes,
     )

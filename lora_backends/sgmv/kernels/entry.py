@@ -1,8 +1,7 @@
 # mypy: ignore-errors
 """The entry kernels of dense layers: a row of the grid is one tile of one slot's tokens.
 
-FIND is the engine's function from a row of the grid to its `Rows`, and ROW its constants.
-group_starts is None where the engine has no such table.
+ROW has the constants of `find_rows`. group_starts is None where the engine has no such table.
 """
 
 import triton
@@ -10,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lora_backends.sgmv.kernels.expand import expand_tile
-from lora_backends.sgmv.kernels.indexing import columns_of, row_and_program
+from lora_backends.sgmv.kernels.indexing import columns_of, find_rows, row_and_program
 from lora_backends.sgmv.kernels.operands import (
     AStack,
     BStack,
@@ -46,13 +45,12 @@ def shrink_kernel(
     h_stride_s,
     h_stride_t,
     PROGRAMS: tl.constexpr,
-    FIND: tl.constexpr,
     ROW: tl.constexpr,
     SIZES: tl.constexpr,
 ):
     """h[k, s, t, :r] = x[t, part k] @ a[l, s, :r, part k].T."""
     row, program = row_and_program(PROGRAMS)
-    rows = FIND(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
+    rows = find_rows(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
     x = Input(ptr=x_ptr, stride_t=x_stride_t, features=in_features)
     a = AStack(
         ptr=a_ptr, ranks=ranks_ptr, slices=a_slices_ptr, scales=a_scales_ptr, stride_l=a_stride_l,
@@ -92,13 +90,12 @@ def gather_kernel(
     h_stride_s,
     h_stride_t,
     PROGRAMS: tl.constexpr,
-    FIND: tl.constexpr,
     ROW: tl.constexpr,
     SIZES: tl.constexpr,
 ):
     """h[s, t, :r] = a[l, s, :r, token_ids[t]]."""
     row, program = row_and_program(PROGRAMS)
-    rows = FIND(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
+    rows = find_rows(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
     if rows.slot < 0:
         return
     a = AStack(
@@ -137,13 +134,12 @@ def expand_kernel(
     b_scales_stride_l,
     b_scales_stride_c,
     PROGRAMS: tl.constexpr,
-    FIND: tl.constexpr,
     ROW: tl.constexpr,
     SIZES: tl.constexpr,
 ):
     """y[t, c] += scaling * (h[s, t, :r] @ b[l, c, :r].T) + bias."""
     row, program = row_and_program(PROGRAMS)
-    rows = FIND(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
+    rows = find_rows(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
     if rows.slot < 0:
         if SIZES.PROGRAMMATIC:
             gdc_wait()  # so that this grid ends after the shrink, on which later kernels rely

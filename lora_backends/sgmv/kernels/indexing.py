@@ -7,6 +7,8 @@ Offsets that a stride multiplies are int64: slot times stride exceeds int32 in l
 import triton
 import triton.language as tl
 
+from lora_backends.sgmv.kernels.operands import Rows
+
 
 @triton.jit
 def row_and_program(PROGRAMS: tl.constexpr):
@@ -22,6 +24,28 @@ def row_and_program(PROGRAMS: tl.constexpr):
         row = tl.program_id(1)
         program = tl.program_id(0)
     return row.to(tl.int64), program
+
+
+@triton.jit
+def find_rows(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW: tl.constexpr):
+    """Return the slot of a row of the grid, its tokens [T] and their rows of h [T].
+
+    T names the axis over the places of a group. group_starts is read only where a group may have
+    several segments.
+    """
+    if ROW.GROUP == 1:  # group g is segment g
+        places = row * ROW.SEGMENT + tl.arange(0, ROW.SEGMENT)
+        slot = tl.load(slot_table_ptr + row)
+        tokens = tl.load(token_table_ptr + places)
+    else:
+        first = tl.load(group_starts_ptr + row)
+        end = tl.load(group_starts_ptr + row + 1)
+        last = end.to(tl.int64) * ROW.SEGMENT
+        places = first.to(tl.int64) * ROW.SEGMENT + tl.arange(0, ROW.SEGMENT * ROW.GROUP)
+        slot = tl.load(slot_table_ptr + first, mask=first < end, other=-1)
+        tokens = tl.load(token_table_ptr + places, mask=places < last, other=-1)
+    slot, tokens = slot.to(tl.int64), tokens.to(tl.int64)
+    return Rows(slot=slot, tokens=tokens, h=tokens if ROW.BY_TOKEN else places)
 
 
 @triton.jit

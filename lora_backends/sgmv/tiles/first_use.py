@@ -80,7 +80,7 @@ def asked_source(
             be written to.
         UnsupportedInputError: tuning is asked for on a device that is not a GPU.
     """
-    package = engine.entry_kernels.__package__
+    package = engine.package
     seconds, given = None, os.environ.get(TUNE_VARIABLE)
     if isinstance(tiles, str) and tiles.startswith(ASKED) and not batch_invariant:
         seconds = seconds_of(tiles.removeprefix(ASKED), f"tiles of backend {engine.name!r}:")

@@ -1,13 +1,14 @@
 # mypy: ignore-errors
 """The kernels whose programs own rows: dh = grad @ B, and dx += dh @ A.
 
-A and B are read as they lie in memory. FIND and ROW are as in `sgmv.kernels.entry`.
+A and B are read as they lie in memory. ROW is as in `sgmv.kernels.entry`.
 """
 
 import triton
 import triton.language as tl
 
 from lora_backends.sgmv.kernels.indexing import (
+    find_rows,
     group_of,
     in_groups,
     row_and_program,
@@ -58,7 +59,6 @@ def dh_kernel(
     b_scales_stride_l,
     b_scales_stride_c,
     PROGRAMS: tl.constexpr,
-    FIND: tl.constexpr,
     ROW: tl.constexpr,
     SIZES: tl.constexpr,
 ):
@@ -68,7 +68,7 @@ def dh_kernel(
     product, so none of it reaches another.
     """
     row, program = row_and_program(PROGRAMS)
-    rows = FIND(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
+    rows = find_rows(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
     slot = rows.slot
     if slot < 0:
         return
@@ -161,7 +161,6 @@ def dx_kernel(
     dh_stride_t,
     dx_stride_t,
     PROGRAMS: tl.constexpr,
-    FIND: tl.constexpr,
     ROW: tl.constexpr,
     SIZES: tl.constexpr,
 ):
@@ -183,7 +182,7 @@ def dx_kernel(
                 in_row = inside(c, in_features, SIZES.EVEN_C)
                 tl.store(at, zeros, mask=(slots < 0)[:, None] & in_row[None, :])
             return
-    rows = FIND(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
+    rows = find_rows(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW)
     if rows.slot < 0:
         return
     SLICES: tl.constexpr = SIZES.NUM_SLICES
