@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 
 from lora_backends.eight_bit import ScaleBlock
 
@@ -21,13 +20,8 @@ class Storage(NamedTuple):
 PLAIN = Storage()
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 _BY_PTX = 3  # from a kind to the same with conversions in PTX
-WIDE = {
-    None: None,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-}
-"""Dtypes of products as Triton names them."""
+WIDE = {None: 0, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Numbers of dtypes of products: a compile hook of Triton takes no dtype in a bundle."""
 
 
 def storage_kind(stored: torch.dtype, programmatic: bool = False) -> int:

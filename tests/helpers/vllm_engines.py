@@ -65,7 +65,7 @@ KINDS = {  # that vLLM's own loader refuses, or version 0.30 gets wrong
 BOTH = [None, "all", "some", "uneven", "ends", "bias", "pissa", "tokens"]
 LIVE = {"plain": ["all", "dora"], "sharded": ["all", "uneven"]}
 """Adapters that are versions of a live one, on two processes."""
-PARALLEL = {"plain": [*BOTH[1:], "dora"], "sharded": BOTH}  # adapters of the rows of two processes
+PARALLEL = dict.fromkeys(LIVE, [*BOTH[1:], "dora"])  # adapters of the rows of two processes
 
 
 def live_version(folder):

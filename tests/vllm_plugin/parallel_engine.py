@@ -26,11 +26,6 @@ def main(model, folder):
         for tokens in engine.tokens(PROMPTS, names):
             print(kind, tokens, flush=True)
         update_live(engine.llm, Path(folder), kind)
-        if kind == "sharded":
-            try:
-                engine.llm.llm_engine.add_lora(engine.request("dora"))
-            except Exception as error:
-                print("refused", " ".join(str(error).split()), flush=True)
         engine.llm.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()

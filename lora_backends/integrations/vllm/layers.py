@@ -188,15 +188,10 @@ def set_factors(module: Any, slot: int, piece: int | None, factors: Any) -> None
     ):
         if values is None or table is None:
             continue
-        if table is layer.b.bias and row and module.tp_rank > 0 and not _cuts_rows(module):
+        if table is layer.b.bias and row and module.tp_rank > 0:
             continue  # one process adds the bias, so the sum over processes has it once
         mine, first = _share(module, values[:, None], piece, layer.b.output_slices)
         table[slot, first : first + mine.shape[0]].copy_(mine[:, 0])
-
-
-def _cuts_rows(module: Any) -> bool:
-    """Return whether each process adds LoRA only to its own columns."""
-    return type(module).__name__ == "RowParallelLinearWithShardedLoRA"
 
 
 def _share(

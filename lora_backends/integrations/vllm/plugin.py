@@ -111,6 +111,23 @@ def check_settings(config: Any) -> None:
             )
 
 
+def keep_whole(config: Any) -> None:
+    """Let every process keep the A of its columns and the B of its rows whole.
+
+    Fully sharded layers exchange h between the two products, in each layer. Such a message takes
+    longer than the part of the products that it saves.
+
+    Args:
+        config: vLLM's LoRAConfig, before layers are made by it.
+    """
+    if getattr(config, "fully_sharded_loras", False):
+        config.fully_sharded_loras = False
+        logger().warning(
+            "fully_sharded_loras is not followed: on several GPUs LoRA takes more memory and less "
+            "time than with it"
+        )
+
+
 def own_wrapper_name() -> str:
     """Return the dotted name of the wrapper that vLLM uses on this platform by itself."""
     from vllm.platforms import current_platform

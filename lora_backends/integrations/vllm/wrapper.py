@@ -73,6 +73,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         self._arguments = (max_num_batched_tokens, max_batches, device), kwargs
         self._own: Any = None  # vLLM's own wrapper, for layers that are not taken over
         self._announced: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        plugin.keep_whole(kwargs["lora_config"])
         num_slots = kwargs["lora_config"].max_loras
         backend = get_backend(plugin.backend_asked_for(), device=device)
         missing = NEEDED - backend.features

@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.sgmv.backward import rules
@@ -156,7 +155,7 @@ def _dh_kernel(
         STORAGE=storage.kind,
         GROUP_C=storage.block[0] or 0,
         GROUP_R=storage.block[1] or 0,
-        WIDE=WIDE[storage.wide] or tl.float32,
+        WIDE=WIDE[storage.wide],
         BLOCK_C=tiles.block_c,
         BLOCK_R=tiles.block_r,
         RANK_BLOCKS=-(-layer.max_rank // tiles.block_r),
@@ -242,7 +241,7 @@ def _dx_kernel(
         STORAGE=storage.kind,
         GROUP_R=storage.block[0] or 0,
         GROUP_K=storage.block[1] or 0,
-        WIDE=WIDE[storage.wide] or tl.float32,
+        WIDE=WIDE[storage.wide],
         RANK_PAD=padded_rank(layer.max_rank),
         BLOCK_R=tiles.block_r,
         BLOCK_C=tiles.block_c,

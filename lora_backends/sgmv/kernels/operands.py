@@ -185,7 +185,7 @@ class ExpandSizes(NamedTuple):
     GROUP_C: int  # columns that share a scale; 0: all of a slice
     GROUP_R: int  # ranks that share a scale; 0: all
     FIRST_GROUPS: tuple[int, ...]  # the first group of columns of every slice
-    WIDE: Any  # dtype of the product with an 8-bit B
+    WIDE: int  # dtype of the product with an 8-bit B, as `wide_dtype` numbers it
     SPLIT_K: int  # planes of h
     PLANES: int  # the same, rounded up to a power of two
     RANK_PAD: int

@@ -8,7 +8,7 @@ anything.
 import triton
 import triton.language as tl
 
-from lora_backends.sgmv.kernels.widening import only_bytes, widened
+from lora_backends.sgmv.kernels.widening import only_bytes, wide_dtype, widened
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def right_operand(b, scales, r, rank, S: tl.constexpr):
     if S.STORAGE == 0:
         return b
     elif S.GROUP_R == 0:
-        return widened(b, S.WIDE, S.STORAGE, True)
+        return widened(b, wide_dtype(S.WIDE), S.STORAGE, True)
     else:
         return widened(b, tl.float32, S.STORAGE) * scales
 
@@ -48,7 +48,7 @@ def row_product(h, b, scales, r, rank, S: tl.constexpr):
         if S.STORAGE == 0:
             h = rounded(h, b.dtype, S.INTERPRETED).to(tl.float32)
         else:
-            h = rounded(h, S.WIDE, S.INTERPRETED).to(tl.float32)
+            h = rounded(h, wide_dtype(S.WIDE), S.INTERPRETED).to(tl.float32)
     if S.STORAGE >= 5:
         b = only_bytes(b, (r < rank)[None, :])
     values = widened(b, tl.float32, S.STORAGE)

@@ -5,6 +5,12 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def wide_dtype(number):
+    """Return the dtype of a number of `sgmv.storage.WIDE`."""
+    return (tl.float32, tl.float16, tl.bfloat16)[number]
+
+
 @triton.jit
 def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr, IN_PLACE: tl.constexpr = False):
     """Return stored values in a wider dtype, exactly.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton.language as tl
-
 from lora_backends.sgmv.kernels.operands import ExpandSizes, ShrinkSizes
 from lora_backends.sgmv.launching.kernel import INTERPRETED
 from lora_backends.sgmv.storage import WIDE, Storage
@@ -67,7 +65,7 @@ def expand_sizes(
         STORAGE=storage.kind,
         GROUP_C=storage.block[0] or 0,
         GROUP_R=storage.block[1] or 0,
-        WIDE=WIDE[storage.wide] or tl.float32,
+        WIDE=WIDE[storage.wide],
         SPLIT_K=planes,
         PLANES=power_of_two(planes),
         RANK_PAD=padded_rank(max_rank),

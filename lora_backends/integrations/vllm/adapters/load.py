@@ -312,8 +312,6 @@ class _Loading:
         module = self.manager.modules[target.layer]
         if getattr(module, "_enable_aux_cuda_stream", False):
             raise self._refused("use_dora with VLLM_LORA_ENABLE_DUAL_STREAM: it scales the base")
-        if type(module).__name__ == "RowParallelLinearWithShardedLoRA" and module.tp_size > 1:
-            raise self._refused(f"use_dora with fully_sharded_loras at {target.layer}")
 
     def _refused(self, given: str) -> UnsupportedInputError:
         return UnsupportedInputError(

@@ -19,7 +19,7 @@ class DhSizes(NamedTuple):
     STORAGE: int
     GROUP_C: int
     GROUP_R: int
-    WIDE: Any
+    WIDE: int
     BLOCK_C: int
     BLOCK_R: int
     RANK_BLOCKS: int  # programs that share out the ranks
@@ -39,7 +39,7 @@ class DxSizes(NamedTuple):
     STORAGE: int
     GROUP_R: int
     GROUP_K: int
-    WIDE: Any
+    WIDE: int
     RANK_PAD: int
     BLOCK_R: int
     BLOCK_C: int
@@ -79,7 +79,7 @@ class OuterSizes(NamedTuple):
     HAS_TOKEN_SCALES: bool
     EVEN_C: int  # as in `DhSizes`
     EVEN_H: int
-    WIDE: Any  # dtype of the products
+    WIDE: int  # dtype of the products
     PRECISION: str
     INTERPRETED: bool
     CHUNKS: int = 1

@@ -8,6 +8,7 @@ from lora_backends.sgmv.backward.kernels.pieces import piece_of
 from lora_backends.sgmv.backward.kernels.rows import factor_of, inside
 from lora_backends.sgmv.kernels.indexing import columns_of, in_groups, row_and_program
 from lora_backends.sgmv.kernels.products import multiply, rounded
+from lora_backends.sgmv.kernels.widening import wide_dtype
 
 
 @triton.jit(do_not_specialize=["num_slots", "runs"])
@@ -74,8 +75,8 @@ def outer_kernel(
             right = tl.load(right_at, mask=has_token[:, None] & within[None, :], other=0.0)
         if SIZES.HAS_TOKEN_SCALES:
             h *= tl.load(token_scales_ptr + token, mask=has_token, other=0.0)[:, None]
-        h = factor_of(h, SIZES.WIDE, SIZES.INTERPRETED)
-        right = factor_of(right, SIZES.WIDE, SIZES.INTERPRETED)
+        h = factor_of(h, wide_dtype(SIZES.WIDE), SIZES.INTERPRETED)
+        right = factor_of(right, wide_dtype(SIZES.WIDE), SIZES.INTERPRETED)
         if SIZES.H_LEFT:
             acc = multiply(tl.trans(h), right, acc, SIZES)
         else:

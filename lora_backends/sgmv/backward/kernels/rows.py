@@ -18,7 +18,7 @@ from lora_backends.sgmv.kernels.indexing import (
 )
 from lora_backends.sgmv.kernels.operands import AStack
 from lora_backends.sgmv.kernels.products import multiply, rounded
-from lora_backends.sgmv.kernels.widening import widened
+from lora_backends.sgmv.kernels.widening import wide_dtype, widened
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def dh_kernel(
         if SIZES.STORAGE == 0:
             g = factor_of(g, b.dtype, SIZES.INTERPRETED)
         elif SIZES.GROUP_C == 0:
-            b = widened(b, SIZES.WIDE, SIZES.STORAGE, True)
+            b = widened(b, wide_dtype(SIZES.WIDE), SIZES.STORAGE, True)
         else:  # scales change along the sum: the product is float32
             groups = group + group_of(c - start, SIZES.GROUP_C)
             scales_at = scales + (groups * b_scales_stride_c)[:, None]
@@ -248,8 +248,8 @@ def _add_ranks(acc, dh_rows, has_token, a, slot, s, done, rank, c, in_row, S: tl
         scales = scales_of_a(a, slot, s, r, S)  # [R]
         if S.GROUP_K == 0:
             dh *= tl.load(scales, mask=in_rank, other=0.0)[None, :]
-            values = widened(values, S.WIDE, S.STORAGE, True)
-            dh = factor_of(dh, S.WIDE, S.INTERPRETED)
+            values = widened(values, wide_dtype(S.WIDE), S.STORAGE, True)
+            dh = factor_of(dh, wide_dtype(S.WIDE), S.INTERPRETED)
         else:  # a scale for each block of the product's right side: float32
             at = scales[:, None] + group_of(c, S.GROUP_K)[None, :]
             values = widened(values, tl.float32, S.STORAGE) * tl.load(at, mask=mask, other=0.0)
