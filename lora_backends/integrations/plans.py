@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lora_backends.backend import LoRABackend
@@ -63,6 +64,19 @@ class Plans:
         self.set_slots([])
         self._is_announced = False
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Hold other batches while a block runs, then the present one again."""
+        slots, every, was_announced = self.slots, self._every, self._is_announced
+        try:
+            yield
+        finally:
+            if every is None:
+                self.set_slots(slots)
+            else:
+                self.set_every(every)
+            self._is_announced = was_announced
+
     def set_slots(self, slots: Sequence[int]) -> None:
         """Take the batch that the next calls run on: one slot, or `NO_ADAPTER`, per row."""
         self._every: int | None = None
@@ -111,6 +125,12 @@ class Plans:
     def is_captured(self) -> bool:
         """Whether a CUDA graph replays one of the plans."""
         return any(room.is_captured for room in self._rooms)
+
+    def captures(self, rows: int) -> bool:
+        """Return whether a CUDA graph replays the plan for x of `rows` rows."""
+        fitting = (room for room in self._rooms if room.capacity >= rows)
+        found = next(fitting, None)
+        return found is not None and found.is_captured
 
     @property
     def multiplies_bases(self) -> bool:

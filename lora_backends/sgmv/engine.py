@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -31,8 +32,13 @@ from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
 from lora_backends.sgmv.experts.rules import PairShape
 from lora_backends.sgmv.launch import EMPTY_ROW
+from lora_backends.sgmv.launching.ahead import Recorded, recording
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
-from lora_backends.sgmv.launching.kernel import INTERPRETED, has_programmatic_launch
+from lora_backends.sgmv.launching.kernel import (
+    INTERPRETED,
+    RECORD,
+    has_programmatic_launch,
+)
 from lora_backends.sgmv.launching.tma import has_tma
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.tiles.first_use import asked_source
@@ -109,22 +115,13 @@ class SgmvBackend(LoRABackend):
         """Return the tokens and active slots that sizes are chosen for."""
         return launch.INVARIANT_BATCH if self.batch_invariant else (num_tokens, active_slots)
 
-    def kernel_sizes(
-        self, num_tokens: int, active_slots: int, weights: LoRAWeights, halves: bool = False
-    ) -> Hashable:
-        """Return a key of the kernels that an eager call of a layer needs for a batch.
+    def recording(self, recorded: Recorded | None = None) -> AbstractContextManager[Recorded]:
+        """Note the kernels that this thread's calls need instead of launching them.
 
-        Args:
-            num_tokens: of the batch.
-            active_slots: slots that have tokens.
-            weights: of the layer, 16 or 32 bits wide.
-            halves: True for `run_lora_a` and `run_lora_b`, False for `run_linear`.
-
-        Returns:
-            A key that is equal for batches with the same kernels.
+        Calls select kernels and arguments as always, so that nothing else has to know how. What
+        they return is undefined. Kernels are added to `recorded`, or to a new record.
         """
-        form: launch.Form = "separate" if halves else "linear"
-        return launch.kernel_sizes(weights, num_tokens, active_slots, self._options, form)
+        return recording(recorded)
 
     @override
     def run_lora_a(
@@ -194,7 +191,7 @@ class SgmvBackend(LoRABackend):
         kernels.shrink.launch(rows, first)
         second = launch.expand_arguments(h, stacks, plan, y, kernels.expand)
         kernels.expand.launch(rows, second)
-        if not INTERPRETED and stacks.in_place:
+        if not INTERPRETED and stacks.in_place and RECORD.get() is None:
             shrink, expand = Launched(kernels.shrink, first), Launched(kernels.expand, second)
             self._cache("run_linear", plan, x, weights, y, shrink, expand)
         return h
@@ -294,7 +291,7 @@ class SgmvBackend(LoRABackend):
         h = self._planes(weights, 1, plan.h_rows(tokens))
         gather = launch.gather(token_ids, stacks, plan, h, rows, kernel)
         expand = launch.expand(h, stacks, plan, y, rows, kernels.expand)
-        if not INTERPRETED and stacks.in_place:
+        if not INTERPRETED and stacks.in_place and RECORD.get() is None:
             self._cache("run_embedding", plan, token_ids, weights, y, gather, expand)
         return h
 

@@ -265,22 +265,6 @@ def _kernels(
     )
 
 
-def kernel_sizes(
-    weights: LoRAWeights, num_tokens: int, active_slots: int, options: Options, form: Form
-) -> tuple[Any, ...]:
-    """Return a key of both kernels of an eager call; equal keys are compiled once.
-
-    Weights have 16 or 32 bits, and x has their dtype.
-    """
-    shape = INVARIANT_BATCH if options.batch_invariant else (num_tokens, active_slots)
-    batch = BatchShape(*shape, options.source.tile_tokens(*shape))
-    layer = layer_shape(weights, 2)
-    lines: tuple[int, ...] = ()
-    if options.programmatic and form == "linear":
-        lines = prefetched_lines(batch, layer, options.gpu)
-    return batch.tile_tokens, *choose_sizes(batch, layer, PLAIN, options, form), lines
-
-
 def choose_sizes(
     batch: BatchShape, layer: LayerShape, storage: Storage, options: Options, form: Form
 ) -> tuple[ShrinkTiles, ExpandTiles]:

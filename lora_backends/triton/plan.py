@@ -45,7 +45,8 @@ class TritonPlan(SgmvPlan):
 
     @override
     def h_rows(self, rows: int) -> int:
-        return rows
+        # a multiple of 16: Triton compiles other code where the stride of slices is none
+        return -(-rows // 16) * 16
 
     @override
     def row_constants(self, by_token: bool) -> RowSizes:

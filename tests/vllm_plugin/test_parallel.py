@@ -1,4 +1,4 @@
-"""Tensor parallelism over two processes on the CPU: plain, and with fully_sharded_loras, which is not followed."""
+"""Tensor parallelism over two processes on the CPU; fully_sharded_loras is not followed."""
 
 import os
 import subprocess

@@ -114,7 +114,7 @@ def _run_second(
 def trial(
     plans: Plans, sites: Sequence[ExpertWeights], top_k: int, dtype: torch.dtype | None
 ) -> Callable[[int], None]:
-    """Return a function that runs both products on zeros, of the tokens that it is given.
+    """Return a function that runs both products on memory of any values, for the tokens given.
 
     Args:
         plans: their batch must have as many tokens.
@@ -125,20 +125,20 @@ def trial(
     *first, second = sites
     device, given = second.lora_b.device, dtype or second.dtype
 
-    def run_zeros(tokens: int) -> None:
+    def run_empty(tokens: int) -> None:
         pairs = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
         weights = torch.zeros(tokens, top_k, dtype=torch.float32, device=device)
         ids = (pairs % second.num_experts).to(torch.int32)
         routing = _routing(plans, second, ids, weights, None)
-        x = torch.zeros(tokens, first[0].in_features, dtype=given, device=device)
+        x = torch.empty(tokens, first[0].in_features, dtype=given, device=device)
         wide = sum(site.out_features for site in first)
-        y = torch.zeros(tokens, top_k, wide, dtype=given, device=device)
+        y = torch.empty(tokens, top_k, wide, dtype=given, device=device)
         _run_first(plans, first, routing, y, x)
-        x = torch.zeros(tokens * top_k, second.in_features, dtype=given, device=device)
-        y = torch.zeros(tokens, top_k, second.out_features, dtype=given, device=device)
+        x = torch.empty(tokens * top_k, second.in_features, dtype=given, device=device)
+        y = torch.empty(tokens, top_k, second.out_features, dtype=given, device=device)
         _run_second(plans, second, routing, y, x)
 
-    return run_zeros
+    return run_empty
 
 
 def _not_taken_over(module: Any) -> str:

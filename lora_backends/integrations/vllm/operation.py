@@ -113,7 +113,7 @@ def _add(
 def trial(
     layer: AdoptedLayer, plans: Plans, operation: str, dtype: torch.dtype | None
 ) -> Callable[[int], None]:
-    """Return a function that runs an operation on zeros, of the rows that it is given.
+    """Return a function that runs an operation on memory of any values and of the rows given.
 
     Args:
         layer: to run.
@@ -125,21 +125,21 @@ def trial(
     assert half is not None
     given = dtype or half.dtype
 
-    def zeros(*shape: int, dtype: torch.dtype = given) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=half.device)
+    def empty(*shape: int, dtype: torch.dtype = given) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=half.device)
 
-    def run_zeros(rows: int) -> None:
+    def run_empty(rows: int) -> None:
         h = half.num_slices, rows, half.max_rank
         if operation == SHRINK:
-            _shrink(layer, zeros(*h, dtype=torch.float32), zeros(rows, half.in_features), plans)
+            _shrink(layer, empty(*h, dtype=torch.float32), empty(rows, half.in_features), plans)
         elif operation == EXPAND:
-            x = zeros(*h, dtype=torch.float32)
-            _add(layer, zeros(rows, half.out_features), x, plans, operation, 0)
+            x = empty(*h, dtype=torch.float32)
+            _add(layer, empty(rows, half.out_features), x, plans, operation, 0)
         else:
-            x = zeros(rows, half.in_features)
-            _add(layer, zeros(rows, half.out_features), x, plans, operation, 0)
+            x = empty(rows, half.in_features)
+            _add(layer, empty(rows, half.out_features), x, plans, operation, 0)
 
-    return run_zeros
+    return run_empty
 
 
 def _gathered(layer: AdoptedLayer, token_ids: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ left: dtypes, alignment and widths of the arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,6 +47,9 @@ class Absent:
 
 
 ABSENT = Absent()
+
+RECORD: ContextVar[Any] = ContextVar("lora_backends_record", default=None)
+"""The `ahead.Recorded` that takes this thread's launches; None where they are made."""
 
 
 class Arguments(NamedTuple):
@@ -116,6 +120,20 @@ class SpecializedKernel:
         pointers = [tensor.data_ptr() for tensor in tensors]
         return INTERPRETED or _kind(tensors, pointers, numbers) in self._compiled
 
+    def code_of(self, arguments: Arguments) -> tuple[Any, ...]:
+        """Return a key of the code for such arguments: Triton compiles equal keys once.
+
+        `_kind` also looks at numbers that Triton does not specialise: to leave them out would take
+        longer in each launch than to launch through Triton once.
+        """
+        tensors, descriptors, numbers = arguments
+        found = getattr(self.kernel, "do_not_specialize", None)  # not of the interpreter's
+        loose = found or getattr(self.kernel, "kwargs", {}).get("do_not_specialize") or ()
+        names = self.kernel.arg_names[len(tensors) + len(descriptors) :]
+        pairs = zip(names, numbers, strict=False)
+        rest = tuple([number for name, number in pairs if name not in loose])
+        return _kind(tensors, [tensor.data_ptr() for tensor in tensors], rest)
+
     def launch(self, rows: int, arguments: Arguments) -> None:
         """Launch on the device of the first tensor, on its current stream.
 
@@ -126,6 +144,10 @@ class SpecializedKernel:
         Raises:
             UnsupportedInputError: the kernel takes more shared memory or threads than the GPU has.
         """
+        recorded = RECORD.get()
+        if recorded is not None:
+            recorded.note(self, arguments)
+            return
         device = arguments.tensors[0].device
         if INTERPRETED:
             tensors, descriptors, numbers = arguments
@@ -136,6 +158,20 @@ class SpecializedKernel:
         else:
             with torch.cuda.device(device):
                 self._launch(device.index, rows, arguments)
+
+    def compile(self, arguments: Arguments) -> None:
+        """Compile for such arguments, or begin to, without a launch; tensors need no memory."""
+        tensors, descriptors, numbers = arguments
+        with torch.cuda.device(tensors[0].device):
+            self.kernel.run(
+                *_to_compile(tensors),
+                *descriptors,
+                *numbers,
+                grid=self._grid(1),
+                warmup=True,
+                **self.constants,
+                **self.options,
+            )
 
     def bind(self, arguments: Arguments, second: int) -> BoundKernel:
         """Return the compiled kernel of an earlier launch with its arguments filled in.
