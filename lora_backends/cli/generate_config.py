@@ -90,11 +90,6 @@ class GenerateConfig(LoRAConfig):
 def job(config: Path | None, model: str | None, **options: Any) -> GenerateConfig:
     """Return the job of a file, of options that are not None, or of both.
 
-    Args:
-        config: the file.
-        model: folder or hub id of the base model.
-        options: other fields of `GenerateConfig`.
-
     Raises:
         InvalidInputError: they are wrong, or there are no prompts.
     """

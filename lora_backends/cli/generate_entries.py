@@ -32,12 +32,9 @@ def checked(value: Any) -> Any:
 
 
 def entry_of(named: Entry, adapters: Collection[str], prompt: int) -> Entry:
-    """Return the adapter or blend that a prompt names.
+    """Return the adapter or blend that prompt number `prompt` names.
 
-    Args:
-        named: as configured. A string that is the name of an adapter is never read as a blend.
-        adapters: their names.
-        prompt: its number, for messages.
+    A string that is the name of an adapter is never read as a blend.
 
     Raises:
         InvalidInputError: an unknown name, or a blend that cannot be read.

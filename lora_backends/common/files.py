@@ -27,11 +27,7 @@ TEXT_BYTES = 2**24
 
 
 def as_path(path: object, meaning: str) -> Path:
-    """Return a path with "~" expanded.
-
-    Args:
-        path: a str or Path.
-        meaning: of the path, for the error: "the folder of a checkpoint".
+    """Return a path with "~" expanded; `meaning` is for the error: "the folder of a checkpoint".
 
     Raises:
         InvalidInputError: another type, a NUL byte, or the home of an unknown user.
@@ -91,14 +87,10 @@ TooLarge: TypeAlias = Callable[[Path, int], InvalidInputError]
 
 
 def read_bytes(path: Path, limit: int, too_large: TooLarge) -> bytes:
-    """Return the content of a regular file, read once into memory.
+    """Return the content of a regular file, at most `limit` bytes, read once into memory.
 
-    Nothing stays mapped, so a file that is cut off later cannot end the process.
-
-    Args:
-        path: the file.
-        limit: the largest size in bytes.
-        too_large: makes the error for a file beyond it.
+    Nothing stays mapped, so a file that is cut off later cannot end the process. `too_large` makes
+    the error for a file beyond the limit.
 
     Raises:
         InvalidInputError: no such file, a folder, FIFO or device, too large, not readable, or

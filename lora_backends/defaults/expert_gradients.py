@@ -40,10 +40,7 @@ class ExpertGradients(NamedTuple):
 def groups_of(token_slots: torch.Tensor, ids: torch.Tensor, num_experts: int) -> Groups:
     """Return the live pairs by slot and expert; waits for the device.
 
-    Args:
-        token_slots: [num_tokens] int64, -1 for none.
-        ids: [num_tokens, k] int64, -1 for none.
-        num_experts: that ids stay below.
+    token_slots [num_tokens] and ids [num_tokens, k] are int64, -1 for none.
     """
     slots = token_slots[:, None]
     keys = torch.where((slots >= 0) & (ids >= 0), slots * num_experts + ids, -1).flatten()

@@ -35,18 +35,10 @@ def add_experts(
     weighted: bool,
     reduce: bool,
 ) -> None:
-    """Add the delta of every live pair to y, in place.
+    """Add the delta of every live pair to y, in place; other arguments are those of `run_experts`.
 
-    Args:
-        y: base_output as in `run_experts`.
-        x: as in `run_experts`.
-        weights: the experts.
-        routing: the pairs.
-        slots: [num_tokens] int64, -1 for none.
-        token_scales: [num_tokens or more] float32, or None: multiplies a token's deltas.
-        rows: as in `run_experts`.
-        weighted: as in `run_experts`.
-        reduce: as in `run_experts`.
+    `slots` [num_tokens] int64 are -1 for none. `token_scales` [num_tokens or more] float32, or
+    None, multiply a token's deltas.
     """
     tokens, top_k = routing.topk_ids.shape
     if rows == "tokens":
@@ -139,16 +131,9 @@ def token_slots(
 ) -> torch.Tensor:
     """Return the slot of every token, [num_tokens] int64 on the device, -1 for none.
 
-    The function cannot look into a plan. So it lets the engine shrink ones with a layer whose h is
-    the number of the slot. Making that layer waits for the device, once for each number of slots.
-
-    Args:
-        shrink: the engine's `run_lora_a`.
-        dtype: that the engine supports.
-        device: of the engine.
-        plan: of the tokens.
-        num_slots: that the plan is for.
-        num_tokens: of the plan.
+    The function cannot look into a plan. So it lets `shrink`, the engine's `run_lora_a`, shrink
+    ones with a layer of a supported dtype whose h is the number of the slot. Making that layer
+    waits for the device, once for each number of slots.
     """
     ones = torch.ones(num_tokens, 1, dtype=dtype, device=device)
     with torch.no_grad():

@@ -36,8 +36,7 @@ Segments: TypeAlias = Sequence[tuple[int, Rows]]
 def segments_of(token_slots: torch.Tensor) -> list[tuple[int, Rows]]:
     """Return the rows of each active slot, slots ascending; waits for the device.
 
-    Args:
-        token_slots: [rows] integers, negative for none.
+    token_slots [rows] are negative for none.
     """
     slots = torch.unique(token_slots).tolist()
     return [(slot, (token_slots == slot).nonzero().flatten()) for slot in slots if slot >= 0]

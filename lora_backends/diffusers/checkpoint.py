@@ -32,15 +32,9 @@ def checkpoint_of(
     max_rank: int,
     limits: LoadLimits,
 ) -> Checkpoint:
-    """Return the checkpoint of one component.
+    """Return the checkpoint of component `name`, from its part of a file.
 
-    Args:
-        file: the file, for errors.
-        name: name of the component.
-        part: the component's part of the file.
-        sites: modules of the component, by path.
-        max_rank: the largest rank allowed.
-        limits: limits of the cost of matching metadata.
+    `sites` are the component's modules by path; `limits` hold for matching metadata.
 
     Raises:
         InvalidInputError: the part does not fit the component, or contradicts itself.

@@ -32,14 +32,9 @@ class Room:
 
 
 class Component:
-    """One component with its adapters and hooks.
+    """One component of a pipeline that `check_component` accepts, with its adapters and hooks.
 
-    Args:
-        name: its name in the pipeline.
-        base: the component; `check_component` accepts it.
-        backend: the backend that adds the LoRA.
-        copies: as of `ComponentCall`.
-        trial: trial pass of a denoiser; None for a text encoder.
+    `copies` and `trial` are those of `ComponentCall`.
 
     Raises:
         UnsupportedInputError: the component is on another device than the backend.
@@ -91,12 +86,10 @@ class Component:
     def check(self, current: object) -> None:
         """Refuse to run a component that has changed since it was wrapped.
 
-        Args:
-            current: the pipeline's component of this name.
-
         Raises:
             InvalidInputError: the component was detached or changed, or is in training mode.
-            UnsupportedInputError: it is not `current`, or as `check_component`.
+            UnsupportedInputError: it is not `current`, the pipeline's component of this name, or as
+                `check_component`.
         """
         self.wrapped.check()
         if current is not self.wrapped.base:

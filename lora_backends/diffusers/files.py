@@ -47,11 +47,7 @@ class LoRAFile:
 
 
 def read_file(source: Any, limits: LoadLimits) -> LoRAFile:
-    """Read a LoRA file.
-
-    Args:
-        source: a path of a file or of a folder with one LoRA file, or tensors by name.
-        limits: limits of the file's size and cost.
+    """Read a LoRA file: the path of one or of a folder with one, or tensors by name.
 
     Raises:
         InvalidInputError: there is no such file, the folder has none or several, the file is

@@ -48,15 +48,8 @@ def is_accepted(
 ) -> bool:
     """Return True only where the guards would find no problem; nothing is explained.
 
-    Args:
-        engine: that runs the call.
-        operation: of the interface.
-        x: the first argument. All arguments are unchecked.
-        weights: the layer.
-        plan: of the batch.
-        y: base_output, or None.
-        rows: of x and of y; None: any number that the plan allows, the same for both.
-        detail: other values that the guards depend on.
+    No argument is checked yet. `rows` are those of x and y; None: any number that the plan allows,
+    the same for both. `detail` are other values that the guards depend on.
     """
     if (
         type(x) is not _Tensor

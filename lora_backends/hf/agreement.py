@@ -54,13 +54,8 @@ def compare(
     """Let an adapter answer greedily, and run the training forward over prompt and answer.
 
     The LoRA of each module is compared apart, on the very rows that it saw in generation: once as
-    generation passes them, once as training does.
-
-    Args:
-        model: in eval mode.
-        adapter: that is trained (`new_adapter`, or ``load_adapter(trainable=True)``).
-        prompt: [tokens] int64, at least one.
-        new_tokens: of the answer, at least one.
+    generation passes them, once as training does. `prompt` is [tokens] int64, at least one; the
+    adapter is trained (`new_adapter`, or ``load_adapter(trainable=True)``).
 
     Raises:
         InvalidInputError: no such adapter; the prompt has another shape; or the model is in

@@ -34,14 +34,9 @@ _NUMBERS = count()
 class WrappedModel:
     """The modules of a base model that adapters may touch, their layouts, hooks and adapters.
 
-    Args:
-        base: a model that `check_base` accepts.
-        backend: that adds the LoRA.
-        dtype: of the adapters.
-        device: of the model.
-        fuse: whether modules with one input are joined.
-        trial: inputs for a model outside Transformers, such as a denoiser of images, whose
-            convolutions are adapted, too; None: a model of Transformers.
+    `base` has passed `check_base`; `fuse` joins modules with one input. A `trial` has inputs for a
+    model outside Transformers, such as a denoiser of images, whose convolutions are adapted, too;
+    None: a model of Transformers.
     """
 
     pool: AdapterPool  # set by `open`

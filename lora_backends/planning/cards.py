@@ -98,11 +98,8 @@ class Card:
     def lora_s(self, model: ModelShapes, tokens: int, adapters: int, eager: bool = False) -> float:
         """Return the seconds that adapters add to one forward pass of the model.
 
-        Args:
-            model: layers, rank and dtypes.
-            tokens: tokens in the batch.
-            adapters: adapters with at least one token.
-            eager: whether the pass runs without CUDA graphs, so that `host_s` counts per layer.
+        `adapters` have at least one of the `tokens`; an `eager` pass runs without CUDA graphs, so
+        that `host_s` counts per layer.
         """
         if not tokens or not adapters:
             return 0.0
@@ -117,10 +114,7 @@ class Card:
 
 
 def find_card(name: str) -> Card:
-    """Return a card of the package's table.
-
-    Args:
-        name: in any case, with or without "NVIDIA".
+    """Return a card of the package's table, by its name in any case, with or without "NVIDIA".
 
     Raises:
         InvalidInputError: the table lacks this card.
@@ -138,11 +132,7 @@ def find_card(name: str) -> Card:
 
 
 def read_card(path: Path, memory_bytes: int) -> Card:
-    """Return a card from a result file of `lora-backends bench`.
-
-    Args:
-        path: path of the file.
-        memory_bytes: memory of the card, which the file does not state.
+    """Return a card from a result of `lora-backends bench`, which does not state its memory.
 
     Raises:
         InvalidInputError: there is no such file, or it has no time of `run_linear`.

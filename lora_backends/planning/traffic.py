@@ -64,9 +64,7 @@ class Traffic:
     def draw(self, share: float = 1.0, only: Iterable[int] | None = None) -> list[Request]:
         """Return the requests of one card, in order of arrival.
 
-        Args:
-            share: the card's share of all requests.
-            only: the adapters whose requests the card gets; None: all.
+        `share` is its share of all requests; it gets those of the adapters in `only`, None: of all.
         """
         generator = random.Random(self.seed)
         adapters = list(range(self.adapters) if only is None else only)

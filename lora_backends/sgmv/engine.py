@@ -113,16 +113,10 @@ class SgmvBackend(LoRABackend):
     def kernel_sizes(
         self, num_tokens: int, active_slots: int, weights: LoRAWeights, halves: bool = False
     ) -> Hashable:
-        """Return a key of the kernels that an eager call of a layer needs for a batch.
+        """Return a key that is equal for batches for which an eager call needs the same kernels.
 
-        Args:
-            num_tokens: of the batch.
-            active_slots: slots that have tokens.
-            weights: of the layer, 16 or 32 bits wide.
-            halves: True for `run_lora_a` and `run_lora_b`, False for `run_linear`.
-
-        Returns:
-            A key that is equal for batches with the same kernels.
+        The layer has 16 or 32 bits. `halves`: of `run_lora_a` and `run_lora_b`, not of
+        `run_linear`.
         """
         form: launch.Form = "separate" if halves else "linear"
         return launch.kernel_sizes(weights, num_tokens, active_slots, self._options, form)

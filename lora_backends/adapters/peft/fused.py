@@ -92,13 +92,9 @@ def without_second_names(
 ) -> list[str]:
     """Return targeted paths without second names of modules that are targeted anyway.
 
-    A configuration may target q_proj and qkv_proj, although its own model had only one of them.
-
-    Args:
-        targeted: paths that the configuration targets, and the file has no LoRA for.
-        names: of `other_names`.
-        served: paths of the base model's modules that have LoRA.
-        used: the keys of `names` that the file has LoRA for.
+    A configuration may target q_proj and qkv_proj, although its own model had only one of them. The
+    file has LoRA for `served`, paths of the base model, and for `used`, keys of `names`, but not
+    for `targeted`.
     """
     through_others = {place for path in used for place, _ in names[path].places}
     own = {*served} - through_others
@@ -121,14 +117,9 @@ def as_base(
     max_rank: int | None,
     needed: int,
 ) -> dict[str, ModuleDelta]:
-    """Return deltas for the modules that the base model has.
+    """Return deltas, some of whose paths are keys of `names`, for the modules of the base model.
 
-    Args:
-        deltas: by path, some of which are keys of `names`.
-        names: of `other_names`.
-        modules: of the base model.
-        max_rank: the largest rank of a delta; None sets no limit.
-        needed: the `max_rank` that has room for all of them.
+    `needed` is the `max_rank` that has room for all of them; a `max_rank` of None sets no limit.
 
     Raises:
         InvalidInputError: two deltas are for one module, or the ranks of parts exceed `max_rank`.

@@ -33,11 +33,7 @@ def checkpoint_from_memory(
 ) -> Checkpoint:
     """Return the checkpoint of an adapter in memory, its tensors copied: training may go on.
 
-    Args:
-        pool: that it is for.
-        adapter: a `PeftModel`, or tensors by the names that `save_pretrained` writes.
-        config: of the tensors: a `LoraConfig`, or the contents of `adapter_config.json`.
-        adapter_name: which adapter of a `PeftModel`; None takes the active one.
+    The arguments are those of `MultiLoRAModel.add_adapter`.
 
     Raises:
         InvalidInputError: something else, no such adapter, or as `read_checkpoint`.

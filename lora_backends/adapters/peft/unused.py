@@ -22,11 +22,7 @@ def without_unused(
 ) -> tuple[dict[str, dict[str, Tensor]], OwnModules]:
     """Leave out the modules that the base model lacks and does not need, with a warning.
 
-    Args:
-        path: of the file.
-        groups: tensors of LoRA, by path of the module.
-        own: the other parts of the adapter.
-        unused: as `ReadOptions.unused`.
+    `groups` are the LoRA tensors by path of the module; `unused` is `ReadOptions.unused`.
 
     Raises:
         InvalidInputError: nothing is left.

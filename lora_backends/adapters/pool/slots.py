@@ -295,9 +295,7 @@ class SlotTable:
     def in_use(self, names: Iterable[str], by: Holder = "call") -> Iterator[dict[str, int]]:
         """Keep the slots of `names` as they are inside the block; yields name to slot.
 
-        Args:
-            names: loaded adapters.
-            by: names the holder in the error that an attempt to take a slot raises.
+        `by` names the holder in the error that an attempt to take a slot raises.
 
         Raises:
             InvalidInputError: a name is not loaded.

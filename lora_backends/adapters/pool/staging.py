@@ -39,16 +39,7 @@ class Staged:
 
 
 class Staging:
-    """Stages checkpoints for the slots of one pool.
-
-    Args:
-        modules: of the base model, by path.
-        max_rank: width of the stacks.
-        form: how the stacks are stored.
-        experts: stages the parameters of experts.
-        base_layers: as `AdapterPool`.
-        replacements: as `own_modules` of `AdapterPool`.
-    """
+    """Stages checkpoints for the slots of one pool, whose arguments these are."""
 
     def __init__(
         self,

@@ -280,9 +280,7 @@ class AdapterStore:
     def _get(self, name: str, wait: bool = True) -> _Ready | None:
         """Return an adapter on the device, or None for a name that is not known or in its slot.
 
-        Args:
-            name: of the adapter.
-            wait: for its prefetch, which must not be waited for while the slots are locked.
+        `wait`: for its prefetch, which must not be waited for while the slots are locked.
         """
         ready = self._prefetched(name, wait)
         with self._lock:

@@ -16,9 +16,6 @@ class SlotStreams:
 
     Work on one stream runs in its order and needs none of this. `SlotTable` and `AdapterPool` hold
     the lock of the slots when they call a method, unless it says otherwise.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,9 +48,7 @@ class SlotStreams:
     def after_use(self, slots: Iterable[int], on_this_stream: bool) -> None:
         """Note that work up to here, on the current stream, has used `slots`; without the lock.
 
-        Args:
-            slots: that were used.
-            on_this_stream: whether nothing else has: a graph may be replayed anywhere.
+        `on_this_stream`: nothing else has used them. A graph may be replayed anywhere.
         """
         if not on_this_stream:
             self._untracked.update(slots)

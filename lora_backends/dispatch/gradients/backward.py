@@ -73,16 +73,10 @@ def run_backward(
 ) -> Gradients:
     """Return the gradients of x, base_output and the recorded tensors, None where not needed.
 
-    Args:
-        recorded: the call.
-        needed: of x, base_output and each recorded tensor.
-        grad: of the result.
-        x: that the forward was given, where it was kept; h and base likewise.
-        h: from `LoRABackend.forward_with_h`.
-        base: base_output before the call.
-        like: shape and dtype of x.
-        weight: [out_features, in_features] where base_output is a product of x with it that is
-            part of the call: the gradient of x has its part, too.
+    `needed` has a bool for each of them. x, h (from `forward_with_h`) and base (base_output before
+    the call) are those of the forward, where they were kept; `like` is shape and dtype of x.
+    `weight` [out_features, in_features] is given where base_output is a product of x with it that
+    is part of the call: the gradient of x has its part, too.
     """
     with autocast_off(grad.device.type):
         if not recorded.operation.is_dense:

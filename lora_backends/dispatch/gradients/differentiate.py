@@ -75,16 +75,7 @@ def record(
     plan: Any,
     y: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run an operation as a node of autograd's graph; arguments are unchecked.
-
-    Args:
-        engine: that runs it.
-        operation: of the interface, on a dense layer.
-        x: the first argument.
-        weights: the layer.
-        plan: of the batch.
-        y: base_output, or None.
-    """
+    """Run an operation on a dense layer as a node of autograd's graph; arguments are unchecked."""
     _check(engine, operation, x, weights, plan, y)
     names = [
         name
@@ -109,26 +100,16 @@ def run_with_parameters(
     base_weight: torch.Tensor | None = None,
     check: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """Run an operation whose gradients go to tensors that stand for single slots.
+    """Run an operation whose gradients go to tensors that stand for single slots; return y.
 
     The backward reads the stacks as they are then. Autograd refuses it if one of `parameters` that
     the call used was changed in place meanwhile; changes of other slots do not matter.
 
-    Args:
-        engine: that runs it.
-        operation: of the interface, on a dense layer.
-        x: the first argument, or [..., in_features] with y [..., out_features].
-        weights: the layer, whose stacks require no gradient.
-        plan: of the batch.
-        y: base_output, contiguous; it is changed in place and returned.
-        parameters: those of slots in the batch.
-        base_weight: [out_features, in_features] where y is ``x @ base_weight.T`` plus a constant
-            and has no graph: the backward then computes the gradient of x through both, and adds
-            the LoRA's part in place.
-        check: called before the backward; raises where the stacks hold another adapter.
-
-    Returns:
-        y.
+    x may be [..., in_features] with y [..., out_features], which is base_output, contiguous, and
+    changed in place. `base_weight` [out_features, in_features] is given where y is ``x @
+    base_weight.T`` plus a constant and has no graph: the backward then computes the gradient of x
+    through both, and adds the LoRA's part in place. `check` is called before the backward; it
+    raises where the stacks hold another adapter.
 
     Raises:
         InvalidInputError: as the operation.
@@ -156,19 +137,11 @@ def record_routed(
     options: Mapping[str, Any],
     parameters: Sequence[SlotParameter] | None = None,
 ) -> torch.Tensor:
-    """Run an operation on routed rows as a node of autograd's graph; it has passed the guards.
+    """Run an operation on experts as a node of autograd's graph; it has passed the guards.
 
-    Args:
-        engine: that runs it.
-        operation: of the interface, on experts.
-        x: the first argument.
-        weights: the experts.
-        routing: of the batch.
-        y: base_output, or None.
-        options: keyword arguments of the operation.
-        parameters: tensors that stand for single slots, in place of the stacks themselves:
-            [experts or 1, num_a, rank, in_features] of lora_a, [experts or 1, out_features, rank]
-            of lora_b.
+    `options` are its keyword arguments. `parameters` stand for single slots, in place of the
+    stacks: [experts or 1, num_a, rank, in_features] of lora_a, [experts or 1, out_features, rank]
+    of lora_b.
     """
     _check_gradients(engine, operation, x, weights, y)
     if parameters is None:
@@ -318,10 +291,7 @@ def _refusing_second(
 ) -> Gradients:
     """Return gradients that refuse to be differentiated; None stays.
 
-    Args:
-        recorded: the call.
-        gradients: of its tensors.
-        of_node: the gradient of the result, and the tensors that the node has saved.
+    `of_node` are the gradient of the result and the tensors that the node has saved.
     """
     always = torch.zeros((), requires_grad=True)  # so that autograd records the node
     anchors = [always, *recorded.anchors, *(t for t in of_node if t is not None)]

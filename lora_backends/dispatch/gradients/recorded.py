@@ -39,11 +39,7 @@ class SlotParameter(NamedTuple):
 
 
 class SlotParameters:
-    """The parameters of a batch's slots, and values derived from them once for many calls.
-
-    Args:
-        parameters: of one layer.
-    """
+    """The parameters of a batch's slots in one layer, and values derived once for many calls."""
 
     def __init__(self, parameters: Sequence[SlotParameter]) -> None:
         self.tensors = tuple(tensor for tensor, _ in parameters)
@@ -101,22 +97,15 @@ class Recorded:
         )
 
     def states(self, read: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Return the `_state_of` each tensor that the backward reads, by name, for `check_layer`.
-
-        Args:
-            read: names of stacks and tables that the backward reads.
-        """
+        """Return the `_state_of` each stack and table in `read`, by name, for `check_layer`."""
         tensors = self.weights.tensors.items()
         return {name: _state_of(t) for name, t in tensors if name.partition("[")[0] in read}
 
     def check_layer(self, before: Mapping[str, tuple[int, int]]) -> None:
-        """Refuse a backward with other weights than the forward had.
+        """Refuse a backward with other weights than the forward had, whose `states` are `before`.
 
         torch makes this check for tensors that a node saves. But hooks on saved tensors would copy
         whole stacks, and torch does not check the copies.
-
-        Args:
-            before: the `states` at the forward.
 
         Raises:
             InvalidInputError: one of them was changed in place, or moved, after the forward.
@@ -190,13 +179,10 @@ class Recorded:
         return parts
 
     def part_of(self, out: torch.Tensor, at: int, slots: tuple[int, ...] | None) -> torch.Tensor:
-        """Return the gradient of a recorded tensor.
+        """Return the gradient of recorded tensor `at`, from that of its stack for `slots`.
 
-        Args:
-            out: [slots, ...] gradients of its stack; of lora_a [slots, num_slices, max_rank,
-                in_features], of lora_b [slots, out_features, max_rank].
-            at: which of the targets.
-            slots: of `out`; None: all.
+        `out` is [slots, num_slices, max_rank, in_features] for lora_a, [slots, out_features,
+        max_rank] for lora_b; `slots` None: all.
         """
         name, slot, part = self.targets[at]
         shape, dtype = self.leaves[at]

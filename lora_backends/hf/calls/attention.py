@@ -13,11 +13,7 @@ from lora_backends.errors import UnsupportedInputError
 
 
 class Attention:
-    """Switches a base model between its own attention and one that reads only paged caches.
-
-    Args:
-        base: the model.
-    """
+    """Switches a base model between its own attention and one that reads only paged caches."""
 
     def __init__(self, base: nn.Module) -> None:
         self._base: Any = base

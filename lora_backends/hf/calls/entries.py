@@ -89,15 +89,8 @@ class Choices:
     """The entries of a batch as numbers, which layouts spread over positions as they do slots.
 
     `NO_ADAPTER` is no adapter, a slot is its adapter with strength 1, and every other blend has a
-    number from num_slots on.
-
-    Args:
-        pool: of the adapters.
-        slots: name to slot, of all names in the entries.
-        backend: that runs them.
-        rows: entries of each row, checked by `adapter_names`.
-        width: adapters per token that a batch has at least.
-        scaled: whether a batch has strengths even if all of them are 1.
+    number from num_slots on. A batch has at least `width` adapters per token, and with `scaled` it
+    has strengths even if all of them are 1. `adapter_names` has checked `rows`.
 
     Raises:
         UnsupportedInputError: strengths that `backend` cannot apply, a strength of an adapter with

@@ -118,10 +118,8 @@ def _tokens_in(shape: Sequence[int]) -> int:
 class RequestsCall(ModelCall):
     """The adapters of the tokens of each forward pass, as the hooks see them.
 
-    Args:
-        wrapped: the model.
-        packed: which tokens its modules see.
-        batch: returns the requests of the pass that starts.
+    `packed` says which tokens the modules see; `batch` returns the requests of the pass that
+    starts.
     """
 
     def __init__(

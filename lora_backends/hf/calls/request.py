@@ -36,15 +36,9 @@ class _Planned:
 class Request(RowsCall):
     """The slots of one call, cut into the batches that its forward passes see.
 
-    Args:
-        model: whose call it is.
-        pool: of the adapters.
-        images: of the base model.
-        adapters: the entry of each row, or of each of its tokens.
-        slots: name to slot.
-        backend: that makes the plans.
-        after_cache: entries per token start after the tokens in the key-value cache when the
-            call begins; otherwise they count from the start of the row.
+    `adapters` has the entry of each row, or of each of its tokens. With `after_cache`, entries per
+    token start after the tokens in the key-value cache when the call begins; otherwise they count
+    from the start of the row.
 
     Raises:
         InvalidInputError: a row has an empty list.
@@ -133,11 +127,7 @@ class Request(RowsCall):
     ) -> None:
         """Note the prompts: `generate` encodes images and sound before its first forward pass.
 
-        Args:
-            inputs: of `generate`.
-            rows: of the prompts.
-            length: tokens of a prompt.
-            config: the model's `GenerationConfig`, whose words are no inputs of the model.
+        The words of `config`, the model's `GenerationConfig`, are no inputs of the model.
         """
         self.begin(inputs, rows, length)
         inputs = {name: x for name, x in inputs.items() if not hasattr(config, name)}

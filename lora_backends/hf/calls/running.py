@@ -35,11 +35,8 @@ class Joined(NamedTuple):
 class ModelCall:
     """The adapters of one call of a model, as its hooks see them.
 
-    By itself it is a call of no model: every hook leaves its module's output alone.
-
-    Args:
-        model: key of the model.
-        pool: of the adapters; None for a call without any.
+    By itself it is a call of no model: every hook leaves its module's output alone. `pool` is None
+    for a call without adapters.
     """
 
     def __init__(self, model: str = "", pool: AdapterPool | None = None) -> None:

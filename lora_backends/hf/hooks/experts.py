@@ -60,13 +60,7 @@ class ExpertSite:
 def find_experts(
     base: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, ExpertSite]:
-    """Return every module of stacked experts by its path.
-
-    Args:
-        base: a Transformers model.
-        dtype: the dtype of the stacked adapters.
-        device: their device.
-    """
+    """Return every module of stacked experts by its path, for stacks of this dtype and device."""
     sites = {}
     for path, module in base.named_modules():
         held = module._parameters

@@ -31,12 +31,8 @@ from lora_backends.hf.layout.sites import ModuleSite
 class Hooked:
     """The hooks of one wrapper on its base model.
 
-    Args:
-        served: key, backend and layouts.
-        sites: modules that an adapter may touch, by path; those of routers included.
-        experts: stacked parameters of experts, by path.
-        routers: paths of the sites that are routers.
-        fuse: whether modules with one input are joined.
+    `sites` are the modules that an adapter may touch, by path, those of `routers` included;
+    `experts` the stacked parameters. `fuse` joins modules with one input.
     """
 
     def __init__(
@@ -65,10 +61,7 @@ class Hooked:
         """Hook every module that an adapter may touch, and the start of a forward pass.
 
         All of them from the start: a compiled program would not notice hooks that come later.
-
-        Args:
-            base: the model.
-            begin: announces a forward pass.
+        `begin` announces a forward pass.
         """
         self.handles.append(base.register_forward_pre_hook(begin, with_kwargs=True))
         self.handles.append(base.register_forward_hook(end_hook))
@@ -141,11 +134,8 @@ class Hooked:
     def check_unmoved(self, groups: int) -> None:
         """Refuse the results of compiled programs if weights of a group were moved meanwhile.
 
-        Args:
-            groups: how many were joined before the programs ran.
-
         Raises:
-            InvalidInputError: fewer are joined now.
+            InvalidInputError: fewer are joined now than `groups`, before the programs ran.
         """
         if self.drop_moved() != groups:
             raise InvalidInputError(

@@ -41,17 +41,11 @@ def begin_hook(
     forward: Callable[..., Any],
     attention: Attention,
 ) -> Callable[..., None]:
-    """Return the hook that announces a forward pass of the base model to the running call.
+    """Return the pre-hook that announces a forward pass of the base model to the running call.
 
-    Args:
-        model: whose calls it serves.
-        structure: of the base model. Calls check it themselves, blocks of `using` do it here.
-        main_input: name of the base model's first argument.
-        forward: of the base model.
-        attention: of the base model; passes that it cannot run are refused.
-
-    Returns:
-        A forward pre-hook with keyword arguments.
+    It takes keyword arguments. Calls check `structure` themselves, blocks of `using` do it here;
+    passes that `attention` cannot run are refused. `main_input` names the first argument of
+    `forward`, the base model's.
     """
     names = _positional(forward, main_input)
 
@@ -189,10 +183,6 @@ def adder(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
 
 def rows_and_length(inputs: Mapping[str, Any], main_input: str) -> tuple[int, int]:
     """Return the rows and the tokens per row that a forward pass is given.
-
-    Args:
-        inputs: of the forward pass.
-        main_input: name of the base model's first argument.
 
     Raises:
         InvalidInputError: there are none.

@@ -42,14 +42,9 @@ def multiplies_bases(backend: LoRABackend, rows: int) -> bool:
 def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
     """Return a function that computes a linear layer and adds its LoRA by an operation.
 
-    Args:
-        backend: that adds the LoRA.
-        operation: `run_linear`; `run_qkv` or `run_gate_up` for a group of modules.
-
-    Returns:
-        A function of the call, whether torch traces it, x [..., in_features], the LoRA's weights,
-        the plan, the base weight [out_features, in_features] and its bias or None. It returns y
-        [..., out_features].
+    It takes the call, whether torch traces it, x [..., in_features], the LoRA's weights, the plan,
+    the base weight [out_features, in_features] and its bias or None, and returns y [...,
+    out_features].
     """
     add = adder(backend, operation)
 

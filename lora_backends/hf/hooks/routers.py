@@ -81,14 +81,7 @@ class _Adding(_AtProduct):
 def find_routers(
     base: nn.Module, experts: Iterable[str], dtype: torch.dtype, device: torch.device
 ) -> dict[str, ModuleSite]:
-    """Return the modules beside experts that multiply by a weight and choose, by their paths.
-
-    Args:
-        base: a Transformers model.
-        experts: paths of modules of experts.
-        dtype: the dtype of the stacked adapters.
-        device: their device.
-    """
+    """Return the modules beside `experts` that multiply by a weight and choose, by their paths."""
     sites = {}
     for path in experts:
         parent, dot, _ = path.rpartition(".")

@@ -76,16 +76,9 @@ def backend_for(
 ) -> LoRABackend:
     """Return the backend of a wrapper, made by name unless an instance is given.
 
-    Args:
-        backend: a name, "auto", an instance, or None for the environment's choice.
-        options: the backend's own, as a dict, or None. An instance takes none.
-        device: where it runs.
-        dtype: of the base model.
-        adapter_dtype: of the stacks; None: `dtype`.
-
     Raises:
-        InvalidInputError: `options` is no dict, or comes with an instance; or `adapter_dtype` is
-            no dtype of adapters.
+        InvalidInputError: `options` is no dict, or comes with an instance; or `adapter_dtype` is no
+            dtype of adapters.
         UnsupportedInputError: `adapter_dtype` has 8 bits, and the backend does not take them.
         BackendUnavailableError: the backend does not run on `device`.
     """

@@ -68,13 +68,8 @@ class Layout:
     def spread(self, shape: Sequence[int], rows: int, length: int) -> Spread | None:
         """Return how the rows lie in an input of `shape`, without its last axis.
 
-        Args:
-            shape: of the input.
-            rows: of the forward pass.
-            length: tokens per row of the forward pass.
-
-        Returns:
-            The spread, or None if it is not known or forms disagree.
+        None if it is not known or forms disagree. `length` are the tokens per row of the forward
+        pass.
         """
         if length == 1 and not self.steps:
             return None
@@ -101,11 +96,8 @@ class Untried:
     """Counts the calls of modules in a forward pass with inputs that no trial pass gave.
 
     A module that text and images reach sees as many images as rows by chance. But then it is called
-    more often than in the trial.
-
-    Args:
-        name: of the input.
-        alone: whether modules run on it without the trial's input, so that calls prove nothing.
+    more often than in the trial. `alone`: modules run on input `name` without the trial's input, so
+    that calls prove nothing.
     """
 
     def __init__(self, name: str, alone: bool) -> None:
@@ -113,11 +105,9 @@ class Untried:
         self._calls: Counter[str] = Counter()
 
     def reason_against(self, key: str, allowed: int) -> str | None:
-        """Count a call, and return why the form of its input is not known, or None.
+        """Count a call under `key`, and return why the form of its input is not known, or None.
 
-        Args:
-            key: of what is counted.
-            allowed: calls in the trial.
+        `allowed` are the calls in the trial.
         """
         self._calls[key] += 1
         if self._alone:
@@ -137,13 +127,8 @@ def unknown_rows(
 ) -> UnknownRowsError:
     """Return the error for an input whose positions cannot be assigned to rows or tokens.
 
-    Args:
-        path: of the module.
-        shape: of its input without the last axis.
-        rows: of the forward pass.
-        length: tokens of each row.
-        reason: why; "" if only the shape is unknown.
-        per_token: whether the adapters of a row differ by token.
+    `shape` is without the last axis; a `reason` of "" means that only the shape is unknown;
+    `per_token` says that the adapters of a row differ by token.
     """
     cure = "split the batch by adapter"
     if per_token:  # splitting does not help a row with several adapters

@@ -55,15 +55,10 @@ class _Seen:
 def probe(
     base: nn.Module, sites: Mapping[str, ModuleSite], trial: Trial | None = None
 ) -> dict[str, Layout]:
-    """Return the layout of the batch's rows in the input of every site.
+    """Return the layout of the batch's rows in the input of every site, by path.
 
-    Args:
-        base: a model; it is not changed, and its hooks do not run.
-        sites: path to module.
-        trial: inputs; None takes those of a Transformers model.
-
-    Returns:
-        Path to layout. Nothing is known where the model does not run on the inputs.
+    The model is not changed, and its hooks do not run. A `trial` of None takes the inputs of a
+    Transformers model. Nothing is known where the model does not run on the inputs.
 
     Raises:
         UnsupportedInputError: as `gather_for`.
@@ -184,13 +179,10 @@ def _noting(path: str, site: ModuleSite, note: Any) -> Any:
 
 
 def _see(x: torch.Tensor, pair: torch.Tensor, length: int | None, step: bool) -> _Seen:
-    """Return the forms that the values of an input agree with.
+    """Return the forms that the values of an input agree with, in the batch and in the pair.
 
-    Args:
-        x: input in the batch.
-        pair: input in the pair.
-        length: tokens per row, or None for images, sound and encoder-decoders.
-        step: whether the pass follows another one.
+    `length` are the tokens per row, None for images, sound and encoder-decoders; `step` says that
+    the pass follows another one.
     """
     shape = tuple(x.shape[:-1])
     forms, in_order = [], length is not None
@@ -229,9 +221,8 @@ def _rows(x: torch.Tensor, form: InputForm, rows: int, length: int) -> torch.Ten
 def _shows_pattern(rows: torch.Tensor, first: torch.Tensor) -> bool:
     """Return whether rows are equal and unequal as their tokens are.
 
-    Args:
-        rows: [rows of the batch, positions, features].
-        first: the first of them in a pass with other rows.
+    rows [rows of the batch, positions, features]; `first` is the first of them in a pass with
+    others.
     """
     if first.shape != rows.shape[1:]:
         return False

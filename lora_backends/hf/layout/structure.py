@@ -26,9 +26,6 @@ class Structure:
     """Notices that a base model is in training mode, was converted, or lacks modules it had.
 
     The checks run before every call with adapters, so they are few calls of C code.
-
-    Args:
-        base: the model.
     """
 
     def __init__(self, base: nn.Module) -> None:

@@ -40,12 +40,8 @@ class Invocation:
 class Replacements:
     """The modules of adapters that take the place of one base model's.
 
-    Args:
-        model: key of the wrapper, whose calls the hooks serve.
-        base: the model.
-        layouts: of the inputs of modules; those of further modules are added when they are needed.
-        handles: of hooks; those that are added are noted here.
-        fused: whether LoRA may be a part of a module's `forward`.
+    `layouts` and `handles` get those of further modules when they are needed. `fused`: LoRA may be
+    a part of a module's `forward`.
     """
 
     def __init__(
@@ -412,12 +408,7 @@ def _copy(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
 def replacement_hook(model: str, path: str, layout: Layout, embeds: bool, late: bool) -> Hook:
     """Return a hook that replaces rows of a module's output by those of adapters' own modules.
 
-    Args:
-        model: key of the wrapper.
-        path: of the module.
-        layout: of its input.
-        embeds: whether its input is token ids.
-        late: whether it runs after LoRA, to add biases; else before LoRA.
+    `embeds`: its input is token ids. `late`: it runs after LoRA, to add biases; else before LoRA.
     """
 
     def replace(

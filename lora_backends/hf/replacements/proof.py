@@ -33,12 +33,10 @@ def reason_against(
     parameters: Mapping[str, Mapping[str, torch.Tensor]],
     replacements: Mapping[str, Replacement],
 ) -> str | None:
-    """Return why modules cannot take the place of the base's, or None.
+    """Return why modules cannot take the place of the base's, or None; the base is not changed.
 
-    Args:
-        base: the model; it is not changed.
-        parameters: by path of a module, the values of its parameters.
-        replacements: by path, the replacement of the module's output.
+    `parameters` has the values of their parameters, and `replacements` replaces their output, by
+    path.
     """
     try:
         trial = trial_of(base)

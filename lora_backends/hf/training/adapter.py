@@ -37,16 +37,11 @@ class TrainedAdapter:
     """The parameters of an adapter, the settings of its training, and where they lie.
 
     A parameter of the stacks' dtype is a view of its slot at the true rank. One of a wider dtype is
-    a master: `flush` rounds it into the slot after it has changed.
+    a master, which starts with the value of `checkpoint`: `flush` rounds it into the slot after it
+    has changed.
 
-    Args:
-        name: of the adapter.
-        slot: that it lies in.
-        pool: of the slot.
-        checkpoint: its values, of which masters start.
-        values: the contents of its `adapter_config.json`.
-        groups: by path of a module that shares a stack, its index among the slices.
-        dtype: of the parameters; None: the stacks'.
+    `values` are the contents of its `adapter_config.json`; `groups` has the index among the slices
+    by path of a module that shares a stack; a `dtype` of None is the stacks'.
     """
 
     def __init__(

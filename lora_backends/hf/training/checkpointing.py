@@ -19,12 +19,7 @@ FUNCTION = "_gradient_checkpointing_func"
 
 
 class Checkpointing:
-    """Lets checkpointed parts of a base model be computed again by the call that ran them.
-
-    Args:
-        base: the model.
-        model: key of its wrapper.
-    """
+    """Lets checkpointed parts of a base model be computed again by the call that ran them."""
 
     def __init__(self, base: nn.Module, model: str) -> None:
         self._modules, self._model = list(base.modules()), model

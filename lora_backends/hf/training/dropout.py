@@ -14,10 +14,7 @@ from lora_backends.hf.training.adapter import TrainedAdapter
 class Dropout:
     """Drops elements of the LoRA's input: x * keep / (1 - p) with each row's own p, as PEFT does.
 
-    Args:
-        backend: that made the plans.
-        num_slots: of the plans.
-        adapters: that are trained; rows of others keep their values.
+    Rows of other adapters than `adapters`, which are trained, keep their values.
     """
 
     def __init__(

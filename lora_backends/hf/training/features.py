@@ -37,10 +37,7 @@ _LOADED_STARTS = _STARTS | {"eva"}
 def check_config(values: Mapping[str, Any], source: object, *, is_new: bool) -> None:
     """Refuse a configuration that cannot be trained as PEFT does.
 
-    Args:
-        values: as `adapter_config.json` holds them.
-        source: of the configuration, for errors.
-        is_new: whether the adapter is yet to be initialised.
+    `is_new`: the adapter is yet to be initialised.
 
     Raises:
         UnsupportedInputError: it has such features; the message names every one.
@@ -53,9 +50,7 @@ def check_config(values: Mapping[str, Any], source: object, *, is_new: bool) -> 
 def check_checkpoint(checkpoint: Checkpoint, routers: Container[str]) -> None:
     """Refuse an adapter with parts that are not trained, whatever its configuration says.
 
-    Args:
-        checkpoint: of the adapter.
-        routers: paths of the base model's routers of experts.
+    `routers` are the paths of the base model's routers of experts.
 
     Raises:
         UnsupportedInputError: it has such parts; the message names every one.

@@ -17,12 +17,7 @@ def run_joined(
 ) -> torch.Tensor | None:
     """Return the outputs of a group with LoRA, side by side, or None where each has to run alone.
 
-    Args:
-        layout: of the input.
-        group: `Siblings` of which `module` may be the leader.
-        call: a `TrainingCall`.
-        module: that was called.
-        x: its input.
+    `module` may be the leader of `group`, which is `Siblings`; `call` is a `TrainingCall`.
     """
     left, RUNNING.kept = RUNNING.kept, None
     if left is not None:

@@ -51,12 +51,7 @@ def adapter_losses(
 def label_counts(labels: torch.Tensor, adapters: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Return the number of labels that the loss of each adapter is the mean of.
 
-    Args:
-        labels: as of `adapter_losses`.
-        adapters: as of `adapter_losses`.
-
-    Returns:
-        By name, in the order of the rows, an int64 scalar on the labels' device.
+    By name, in the order of the rows, an int64 scalar on the labels' device.
 
     Raises:
         InvalidInputError: labels are no tensor [rows, tokens], or not one adapter per row.

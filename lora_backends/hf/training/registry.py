@@ -37,11 +37,7 @@ class Trainable(Protocol):
 
 
 class Training:
-    """The adapters of a wrapped model that are trained.
-
-    Args:
-        wrapped: the model.
-    """
+    """The adapters of a wrapped model that are trained."""
 
     def __init__(self, wrapped: Trainable) -> None:
         self._wrapped = wrapped

@@ -35,18 +35,9 @@ from lora_backends.weights import LoRAWeights
 class TrainingCall(Request):
     """A call with adapters that are trained, others that are loaded, and rows without any.
 
-    Args:
-        model: whose call it is.
-        pool: of the adapters.
-        images: of the base model.
-        adapters: the entry of each row, or of each of its tokens.
-        slots: name to slot.
-        backend: that makes the plans.
-        after_cache: as `Request`.
-        trained: those of the adapters that are trained.
-        drops: whether their dropout acts.
-        whole: whether the backward runs through all layers, though no adapter touches the first:
-            processes that share a sharded base gather the same layers in the same order.
+    `drops`: the dropout of the `trained` acts. `whole`: the backward runs through all layers,
+    though no adapter touches the first: processes that share a sharded base gather the same layers
+    in the same order.
 
     Raises:
         InvalidInputError: as `Request`.
@@ -114,12 +105,7 @@ class TrainingCall(Request):
     ) -> torch.Tensor | None:
         """Return the output of a module with the LoRA of each row, or None where there is none.
 
-        Args:
-            site: the module's.
-            layout: of its input.
-            module: that computed `output` of x.
-            x: its input.
-            output: that nothing else has used yet.
+        Nothing else has used `output` yet.
         """
         path, paths = site.path, (site.path,)
         is_embedding = site.spec.kind == "embedding"
@@ -155,14 +141,8 @@ class TrainingCall(Request):
     ) -> torch.Tensor:
         """Return the product of x with joined weights, with the LoRA of each row.
 
-        Args:
-            operation: for the slices.
-            paths: of the modules, one per slice.
-            layout: of their input.
-            x: their input.
-            weights: the stack that they share.
-            weight: [sum of widths, in_features], without a gradient.
-            bias: [sum of widths], or None.
+        `paths` are those of the modules, one per slice, and `weights` the stack that they share.
+        `weight` [sum of widths, in_features] has no gradient; `bias` is [sum of widths], or None.
         """
         plan = self.plan(x.shape[:-1], layout, paths)
         parameters = self._parameters(paths, joined=True)

@@ -28,13 +28,7 @@ def save_checkpoint(
     """Write `adapter_config.json` and `adapter_model.safetensors`, and return the folder.
 
     A reader finds the old file or the new one, never a part. The weights come last, so that a new
-    folder is complete once it has them.
-
-    Args:
-        folder: made if it is missing; files of an earlier checkpoint there are replaced.
-        tensors: by PEFT's names.
-        values: the contents of the configuration.
-        base: the base model.
+    folder is complete once it has them. Files of an earlier checkpoint there are replaced.
 
     Raises:
         InvalidInputError: `folder` is none, or cannot be written.

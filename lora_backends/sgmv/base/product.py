@@ -79,12 +79,7 @@ def base_kernel_of(
 ) -> SpecializedKernel | None:
     """Return the kernel for ``x @ weight.T + bias``, or None if torch has to multiply.
 
-    Args:
-        x: [rows, in_features], checked as the x of a layer.
-        weight: [out_features, in_features].
-        bias: [out_features], or None.
-        gpu: figures of the device.
-        programmatic: whether it is launched before the kernel in front has ended.
+    x [rows, in_features] is checked as the x of a layer; weight is [out_features, in_features].
     """
     if not (_is_matrix(weight, x) and x.dtype in (torch.bfloat16, torch.float16)):
         return None

@@ -298,19 +298,11 @@ def kernel_of(
     shared: bool = False,
     every: bool = True,
 ) -> SpecializedKernel:
-    """Return a kernel of the backward.
+    """Return a kernel of the backward, one of `backward_kernels`.
 
-    Args:
-        kernel: of `backward_kernels`.
-        site: of the call.
-        columns: of the operand that is summed over, or of the result.
-        item_bytes: of a value of the operand in memory.
-        mixed: whether the operands of products differ in dtype.
-        precision: of float32 products.
-        scaled: multiply by scalings.
-        has_factors: multiply by factors of pairs.
-        shared: the result is one of all experts.
-        every: results of all slots are wanted.
+    `columns` are those of the operand that is summed over, or of the result, whose values have
+    `item_bytes` in memory. `mixed`: the operands of products differ in dtype. `shared`: the result
+    is one of all experts. `every`: results of all slots are wanted.
     """
     narrow = item_bytes == 2 and not mixed and not site.storage
     block_r = min(padded_rank(site.max_rank), _MOST_RANKS)

@@ -236,13 +236,8 @@ def kernels_of(
 ) -> SiteKernels:
     """Return both kernels of a site.
 
-    Args:
-        pairs: of the routing.
-        shrunk: of the tiles that the shrink runs on.
-        site: of the call.
-        fresh: whether the expand writes deltas instead of adding them.
-        tma: whether B allows TMA.
-        options: of the backend.
+    `pairs` are those of the routing, `shrunk` those of the tiles that the shrink runs on. `fresh`:
+    the expand writes deltas instead of adding them. `tma`: B allows TMA.
     """
     tiles = _choose_tiles(pairs, site, options.gpu)
     if site.by_token:

@@ -65,13 +65,9 @@ class SgmvRouting(ExpertRouting):
 def make_routing(
     plan: Any, topk_ids: torch.Tensor, num_experts: int, fixed: PairShape | None
 ) -> SgmvRouting:
-    """Return a routing with room for a choice; nothing is sorted yet.
+    """Return a routing with room for a choice of the shape of `topk_ids`; nothing is sorted yet.
 
-    Args:
-        plan: of the tokens.
-        topk_ids: the choice, for its shape and device.
-        num_experts: of this rank.
-        fixed: the shape that tile sizes follow from in every batch; None: that of a uniform router.
+    Tile sizes follow from `fixed` in every batch; None: from a uniform router.
     """
     tokens, top_k = topk_ids.shape
     if fixed is None:

@@ -100,16 +100,10 @@ class DriverKernel:
         self._frames: list[_Frame] = []  # not in use by any launch
 
     def launch(self, rows: int, stream: int, first: int, second: int) -> bool:
-        """Launch on a stream of the current device.
+        """Launch on a stream of the current device, with the addresses that change.
 
         Returns False, with nothing run, in a thread that has no CUDA context yet; Triton's launcher
         gives it one.
-
-        Args:
-            rows: rows of the grid, at least 1.
-            stream: its address.
-            first: the address of the first tensor.
-            second: the address of the other tensor that changes.
 
         Raises:
             RuntimeError: the driver refuses the launch, or an earlier kernel has failed.

@@ -117,11 +117,9 @@ class SpecializedKernel:
         return INTERPRETED or _kind(tensors, pointers, numbers) in self._compiled
 
     def launch(self, rows: int, arguments: Arguments) -> None:
-        """Launch on the device of the first tensor, on its current stream.
+        """Launch `rows` rows of the grid on the device of the first tensor, on its current stream.
 
-        Args:
-            rows: rows of the grid, at least 1.
-            arguments: all but the constants.
+        `arguments` are all but the constants.
 
         Raises:
             UnsupportedInputError: the kernel takes more shared memory or threads than the GPU has.
@@ -140,10 +138,8 @@ class SpecializedKernel:
     def bind(self, arguments: Arguments, second: int) -> BoundKernel:
         """Return the compiled kernel of an earlier launch with its arguments filled in.
 
-        Args:
-            arguments: those of the launch.
-            second: position of the tensor whose address changes from call to call besides that of
-                the first tensor. Their dtypes and 16-byte alignment must not change.
+        `second` is the position of the tensor whose address changes from call to call besides that
+        of the first tensor. Their dtypes and 16-byte alignment must not change.
         """
         tensors, descriptors, numbers = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]
@@ -218,15 +214,11 @@ def specialized(kernel: Any, programs: int, **given: Any) -> SpecializedKernel:
 
 
 class BoundKernel:
-    """A compiled kernel with all of its arguments but two addresses.
+    """A compiled kernel, launched before, with all of its arguments but two addresses.
 
-    Args:
-        compiled: of Triton, launched before.
-        arguments: of the kernel.
-        second: place of the address that changes besides the first argument's.
-        grid: of one row.
-        axis: of the grid along which rows follow each other.
-        driver: the same, launched in less time; None if Triton must launch it.
+    `grid` is that of one row, and rows follow each other along `axis`. `second` is the place of the
+    address that changes besides the first argument's. `driver` is the same kernel, launched in less
+    time; None if Triton must launch it.
     """
 
     __slots__ = ("_axis", "_compiled", "_driver", "_given", "_programs", "_run", "_second")
@@ -248,14 +240,9 @@ class BoundKernel:
         self._axis, self._programs, self._second = axis, grid[axis], _FIRST + second
 
     def launch(self, rows: int, stream: int, first: int, second: int, hooks: bool) -> None:
-        """Launch on a stream of the current device.
+        """Launch on a stream of the current device, with the addresses that change.
 
-        Args:
-            rows: rows of the grid, at least 1.
-            stream: its address.
-            first: the address of the first tensor.
-            second: the address of the other tensor that changes.
-            hooks: `has_launch_hooks`.
+        `hooks` is `has_launch_hooks`.
         """
         driver = None if hooks else self._driver
         if driver is not None and driver.launch(rows, stream, first, second):

@@ -48,16 +48,9 @@ def expand_sizes(
     padded_h: bool = False,
     **others: Any,
 ) -> ExpandSizes:
-    """Return the constants of an expand.
+    """Return the constants of an expand from `planes` planes of h; `others` has the rest by name.
 
-    Args:
-        tiles: tile sizes.
-        columns: the grid over the columns of y.
-        planes: of h.
-        max_rank: of the stack.
-        storage: how B is stored.
-        padded_h: whether rows of h have room for the padded rank.
-        others: the rest, by name.
+    `padded_h`: rows of h have room for the padded rank.
     """
     group = 16 if storage.kind and max_rank % 16 == 0 else 8  # ranks of a wide load
     even = group if max_rank % group == 0 else 0

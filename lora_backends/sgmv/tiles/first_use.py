@@ -69,11 +69,8 @@ def asked_source(
 ) -> TileSource:
     """Return the source that an engine's option `tiles`, or the variable, asks for.
 
-    Args:
-        engine: the class; searches make backends of it.
-        device: of the backend.
-        tiles: as for `tile_source`, or e.g. "tune:60s".
-        batch_invariant: whether all batches take the same sizes; then nothing is tuned.
+    `tiles` is as for `tile_source`, or e.g. "tune:60s". Searches make backends of `engine`, the
+    class; a batch-invariant one tunes nothing.
 
     Raises:
         InvalidInputError: as `tile_source`; or the time cannot be read, or the user's folder cannot
@@ -107,13 +104,9 @@ def first_use_source(
 ) -> TileSource:
     """Return a source that searches sizes for layers that no table of this card has.
 
-    Args:
-        backend: the engine's name.
-        device: the device that it runs on.
-        seconds: the time of all searches of this source together.
-        tables: the sizes that a search starts from, and those of calls that are not searched.
-        lab_of: makes the lab for a batch and a layer.
-        now: a clock in seconds.
+    All of its searches together take `seconds`, by the clock `now`. `tables` has the sizes that a
+    search starts from, and those of calls that are not searched; `lab_of` makes the lab for a batch
+    and a layer.
     """
     from lora_backends.bench.results import check_writable, versions
 

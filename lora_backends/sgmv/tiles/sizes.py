@@ -148,11 +148,8 @@ def shrink_bytes(
 ) -> int:
     """Return the most shared memory that a shrink takes, without some bytes for barriers.
 
-    Args:
-        shrink: its sizes.
-        tile_tokens: rows of x per program.
-        item_bytes: as in `LayerShape`; 1 counts a block of A widened to 16 bits, too.
-        scaled: A has 8 bits and a scale per value, both loaded, and the product is float32.
+    `item_bytes` is as in `LayerShape`; 1 counts a block of A widened to 16 bits, too. `scaled`: A
+    has 8 bits and a scale per value, both loaded, and the product is float32.
     """
     block_n, x_bytes = shrink.block_n, max(2, item_bytes)
     if shrink.warps_k == 0:  # A goes to registers, a row of x and sums of warps through here
