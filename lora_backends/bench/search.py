@@ -152,11 +152,9 @@ def search(
 
 
 def neighbours(tiles: Any) -> list[Any]:
-    """Return a TileConfig with one size doubled, halved, or one more or less.
-
-    The two kernels take turns, so that a search with little time tries sizes of both.
-    """
+    """Return a TileConfig with one size doubled, halved, or one more or less."""
     halves = [_changed(tiles, half.name) for half in fields(tiles)]
+    # a search with little time tries sizes of both kernels
     in_turns = itertools.chain.from_iterable(itertools.zip_longest(*halves))
     return list(dict.fromkeys(each for each in in_turns if each is not None))
 

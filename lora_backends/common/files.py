@@ -135,14 +135,12 @@ def read_text(path: Path) -> str:
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Return whether an error was raised by code that no reader calls: the handler of a signal.
-
-    Such an error interrupts the reading and says nothing about the file.
-    """
+    """Return whether an error was raised by code that no reader calls: the handler of a signal."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     module = "" if last is None else str(last.tb_frame.f_globals.get("__name__", ""))
+    # such an error interrupts the reading and says nothing about the file
     return module.partition(".")[0] not in _READERS
 
 

@@ -116,10 +116,7 @@ def add_columns(
     lora_a: torch.Tensor,
     slots: Sequence[int] | None,
 ) -> None:
-    """Write dlora_a of an embedding: a token adds its dh to the column of its id.
-
-    Arguments as in `LoRABackend.run_embedding_backward`.
-    """
+    """`LoRABackend.run_embedding_backward`: a token adds its dh to the column of its id."""
     lora_a.zero_()
     places = _places(slots, weights.num_slots)
     for slot, rows, ranks, _ in _active(weights, segments):

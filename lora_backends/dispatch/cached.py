@@ -221,10 +221,7 @@ class CallCache:
     ) -> CachedCall | None:
         """Return the call that these arguments repeat, or None; they need not be checked.
 
-        `num_tokens` is the plan's.
-
-        Where one is found, every check would pass. Checks of the layer and of the kind have passed
-        before; addresses, lazy negations and gradients may differ from call to call.
+        Where one is found, every check would pass. `num_tokens` is the plan's.
         """
         if (
             type(x) is not _Tensor
@@ -247,6 +244,8 @@ class CallCache:
         else:
             return None
         if (
+            # checks of the layer and of the kind have passed before; these may differ from call to
+            # call
             entry.rows < num_tokens  # a refill may have brought more
             or entry.footprint is not weights.footprint
             # an allocator repeats addresses
@@ -267,10 +266,7 @@ class CallCache:
         y: _Tensor,
         call: CachedCall,
     ) -> None:
-        """Keep a call for arguments of this kind; a full cache is emptied first.
-
-        Call it from a method of the interface, whose arguments are checked.
-        """
+        """Keep a call, whose arguments are checked, for arguments of this kind."""
         # entries of freed layers are never looked up again
         if len(self._calls) >= MOST_LAYERS:
             self._calls.clear()
@@ -301,11 +297,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def stores_calls(method: _Method) -> _Method:
-    """Mark an engine's method that stores calls, so that dispatch looks for them before it runs.
-
-    The mark is the function itself, since `functools.wraps` copies attributes: an override that
-    adds to an inherited one is not marked, and always runs.
-    """
+    """Mark an engine's method that stores calls, so that dispatch looks for them before it runs."""
+    # The mark is the function itself, since `functools.wraps` copies attributes: an override that
+    # adds to an inherited one is not marked, and always runs.
     method.stores_calls = method  # type: ignore[attr-defined]
     return method
 

@@ -116,10 +116,7 @@ def check_operation(
     base_output: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> None:
-    """Guard a call of an operation.
-
-    One that returns h has no base_output, but `out`; the others have no `out`.
-    """
+    """Guard a call: one that returns h has `out`, the others may have base_output."""
     problems, name = Problems(engine), operation.argument
     if _weights_fit(problems, weights, plan) and _has_halves(problems, operation, weights):
         if operation.num_slices not in (None, weights.num_slices):
@@ -359,16 +356,14 @@ def check_tensor(problems: Problems, name: str, value: Any) -> bool:
 
 
 def check_memory(problems: Problems, name: str, tensor: torch.Tensor) -> bool:
-    """Check that the engine can read a tensor by its address; False if it has none.
-
-    A `plain_torch` backend computes with torch's operators, which need no address.
-    """
+    """Check that the engine can read a tensor by its address; False if it has none."""
     if is_distributed(tensor):
         problems.refuse(
             f"{name} is a DTensor, spread over processes; pass {name}.full_tensor() or "
             f"{name}.to_local()"
         )
         return False
+    # torch's operators need no address
     if problems.engine.plain_torch or tensor.device != problems.engine.device:
         return True  # another device is refused by its name
     if forward_ad._current_level >= 0 and _has_tangent(tensor):

@@ -80,12 +80,10 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_recorded(engine: Engine, topk_weights: torch.Tensor) -> bool:
-    """Return whether recorded calls give the router's weights their gradient.
-
-    Transforms and traces of torch see through the copy that a `plain_torch` engine makes.
-    """
+    """Return whether recorded calls give the router's weights their gradient."""
     if not topk_weights.requires_grad:
         return False
+    # transforms and traces of torch see through the copy that such an engine makes
     return not (engine.plain_torch and (is_jit_traced() or not has_memory(topk_weights)))
 
 

@@ -99,12 +99,9 @@ class Repeats(dict[Any, Repeat]):
         self.plan: Any = None
 
     def of_pass(self, device: torch.device) -> Repeats:
-        """Return the calls that the next pass may repeat.
-
-        There are none while a GPU other than the layers' is current: the stored calls would refuse,
-        and torch's product would be wasted.
-        """
+        """Return the calls that the next pass may repeat."""
         if device.type == "cuda" and device.index != torch.cuda.current_device():
+            # stored calls refuse another current GPU, and torch's product would be wasted
             return NO_REPEATS
         return self
 

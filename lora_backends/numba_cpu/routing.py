@@ -130,15 +130,13 @@ def _group(
 def job_of(
     routing: NumbaRouting, located: LocatedLayer, rows: str, scales: torch.Tensor | None
 ) -> Job:
-    """Return the job of a call; `scales` are the factors of the pairs, or None.
-
-    Where experts share an A, the first half shrinks each token once (or each slot's pairs
-    together), and the pairs read the token's h. Where they share B, rank and scaling, the second
-    half takes each slot's pairs together.
-    """
+    """Return the job of a call; `scales` are the factors of the pairs, or None."""
     groups, plan = routing.groups(), routing.plan
     pairs = groups.pairs
+    # where experts share an A, the first half shrinks each token once (or each slot's pairs
+    # together), and the pairs read the token's h
     a_segments = groups.by_slot if located.shares_a else groups.by_expert
+    # where they share B, rank and scaling, the second half takes each slot's pairs together
     b_segments = groups.by_slot if located.shares_b else groups.by_expert
     x_order = to_order = h_order = pairs
     h_rows = routing.num_pairs

@@ -62,9 +62,9 @@ class Traffic:
         return [weight / total for weight in weights]
 
     def draw(self, share: float = 1.0, only: Iterable[int] | None = None) -> list[Request]:
-        """Return the requests of one card, in order of arrival.
+        """Return the requests of one card, by its share of all, in order of arrival.
 
-        `share` is its share of all requests; it gets those of the adapters in `only`, None: of all.
+        It gets those of the adapters in `only`, None: of all.
         """
         generator = random.Random(self.seed)
         adapters = list(range(self.adapters) if only is None else only)

@@ -248,14 +248,12 @@ def _entries() -> list[EntryPoint]:
 
 
 def _entries_one_by_one() -> Iterator[tuple[EntryPoint | None, str]]:
-    """Yield the entry points of each package, or why they cannot be read.
-
-    As in `importlib.metadata`, the first of two distributions of one name on the path wins.
-    """
+    """Yield the entry points of each package, or why they cannot be read."""
     seen = set()
     for distribution in distributions():
         # normalised, as indexes of packages compare names
         name = re.sub(r"[-_.]+", "-", _name_of(distribution)).lower()
+        # as in `importlib.metadata`, the first of two distributions of one name on the path wins
         if name in seen:
             continue
         seen.add(name)

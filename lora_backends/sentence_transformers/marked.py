@@ -55,13 +55,11 @@ def marked(value: Any, entry: Any) -> Any:
 
 
 def unmarked(value: Any) -> tuple[Any, list[Any]]:
-    """Return an input without its mark, and the entries that it carries: one or none.
-
-    A pair that the encoder built from a query and a marked text carries the entry of the text.
-    """
+    """Return an input without its mark, and the entries that it carries: one or none."""
     if isinstance(value, Mark):
         return value.value, [value.entry]
     if isinstance(value, (list, tuple)) and any(isinstance(part, Mark) for part in value):
+        # a pair that the encoder built from a query and a marked text carries the entry of the text
         parts = [unmarked(part) for part in value]
         return type(value)(p for p, _ in parts), [entry for _, each in parts for entry in each]
     return value, []

@@ -108,14 +108,12 @@ class Stacks(NamedTuple):
 
 
 def stacks_of(weights: LoRAWeights) -> Stacks:
-    """Return the `Stacks` of a layer.
-
-    A copy of a table is made before the first launch: no kernel may run between the shrink and an
-    expand that starts before the shrink has ended.
-    """
+    """Return the `Stacks` of a layer."""
     stacks = weights.derived(_stacks)
     if stacks.in_place:
         return stacks
+    # a copy of a table is made before the first launch: no kernel may run between the shrink and an
+    # expand that starts before the shrink has ended
     ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
     return stacks._replace(ranks=ranks, scalings=scalings)
 
@@ -268,10 +266,7 @@ def _kernels(
 def kernel_sizes(
     weights: LoRAWeights, num_tokens: int, active_slots: int, options: Options, form: Form
 ) -> tuple[Any, ...]:
-    """Return a key of both kernels of an eager call; equal keys are compiled once.
-
-    Weights have 16 or 32 bits, and x has their dtype.
-    """
+    """Return a key of both kernels of an eager call in 16 or 32 bits; equal keys compile once."""
     shape = INVARIANT_BATCH if options.batch_invariant else (num_tokens, active_slots)
     batch = BatchShape(*shape, options.source.tile_tokens(*shape))
     layer = layer_shape(weights, 2)
@@ -398,8 +393,8 @@ def shrink(
 ) -> Launched:
     """Write the planes of h, [planes, num_slices, rows of h, max_rank] float32, contiguous.
 
-    The layer's tables are contiguous. Nothing is written for tokens without an adapter; beyond a
-    rank, at most zeros up to the end of its group of 8.
+    Nothing is written for tokens without an adapter; beyond a rank, at most zeros up to the end of
+    its group of 8.
     """
     arguments = shrink_arguments(x, weights, plan.tables(), h)
     kernel.launch(rows, arguments)

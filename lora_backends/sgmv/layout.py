@@ -69,10 +69,7 @@ class SgmvPlan(CachingPlan):
             self.token_scales = self._scales()
 
     def grid_rows(self, capturing: bool, rows: int) -> int:
-        """Return the rows of the grid for x of `rows` rows.
-
-        They are those in use, or while capturing all that a refill of as many tokens can use.
-        """
+        """Return the rows of the grid for x of `rows` rows; capturing: of any refill of as many."""
         raise NotImplementedError
 
     @property

@@ -94,12 +94,10 @@ def module_rules(
 def _check_old_patterns(
     config: PeftLoraConfig, rules: _Rules, by_module: Mapping[str, ModuleRule], path: Path
 ) -> None:
-    """Refuse patterns that PEFT up to 0.14 read in another way, where only the alphas differ.
-
-    It looked up the first key of both patterns that matches. A wrong rank shows in the tensors.
-    """
+    """Refuse patterns that PEFT up to 0.14 read in another way, where only the alphas differ."""
     given = []
     for module, rule in by_module.items():
+        # by the first key of both patterns that matches; a wrong rank shows in the tensors
         old = rules.old_rule(module)
         if rule.targeted and old.rank == rule.rank and old.scaling != rule.scaling:
             given.append(f"{module!r}: scaling {old.scaling:g} up to 0.14, {rule.scaling:g} since")
@@ -151,10 +149,8 @@ def ties_targets(config: PeftLoraConfig, path: Path, limits: LoadLimits) -> bool
 
 
 def targets_parameter(config: PeftLoraConfig, path: str) -> bool:
-    """Return whether PEFT puts LoRA on a parameter: `target_parameters` names the end of its path.
-
-    Neither `exclude_modules` nor `layers_to_transform` narrows these.
-    """
+    """Return whether PEFT puts LoRA on a parameter: `target_parameters` names its path's end."""
+    # neither `exclude_modules` nor `layers_to_transform` narrows these
     names = config.target_parameters or ()
     return any(path == name or path.endswith(f".{name}") for name in names)
 

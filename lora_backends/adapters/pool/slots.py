@@ -200,14 +200,13 @@ class SlotTable:
         )
 
     def vacate(self, name: str, slot: int) -> None:
-        """Take the name off `slot`, whose weights are about to be overwritten by those of `name`.
-
-        Until `assign`, no row can ask for the slot: a load that is interrupted leaves it free.
-        """
+        """Take the name off `slot`, whose weights are about to be overwritten by another's."""
         with self.lock:
             for old in [held for held, place in self._slots.items() if place == slot]:
                 self._lost[old] = name
                 self.evictions += old != name
+                # until `assign`, no row can ask for the slot: a load that is interrupted leaves it
+                # free
                 self._forget(old)
             while len(self._lost) > REMEMBERED:
                 self._lost.popitem(last=False)

@@ -46,11 +46,9 @@ class SlotStreams:
                 stream.wait_event(event)
 
     def after_use(self, slots: Iterable[int], on_this_stream: bool) -> None:
-        """Note that work up to here, on the current stream, has used `slots`; without the lock.
-
-        `on_this_stream`: nothing else has used them. A graph may be replayed anywhere.
-        """
+        """Note that work up to here, on the current stream, has used `slots`; without the lock."""
         if not on_this_stream:
+            # a graph may be replayed on any stream
             self._untracked.update(slots)
         stream = torch.cuda.current_stream(self._device)
         if not torch.cuda.is_current_stream_capturing():  # nothing of a capture has run
@@ -72,22 +70,18 @@ class SlotStreams:
             self._written[slot] = stream, event
 
     def before_write_ahead(self, slot: int) -> None:
-        """Let the current stream wait for the uses of a slot; without the lock.
-
-        Where a graph may have read the slot on any stream, the host waits for the whole device.
-        """
+        """Let the current stream wait for the uses of a slot; without the lock."""
         if slot in self._untracked:
+            # a graph may have read the slot on any stream
             torch.cuda.synchronize(self._device)
             self._untracked.discard(slot)
         self._wait_for_uses(slot, torch.cuda.current_stream(self._device))
 
     def after_write_ahead(self, slot: int) -> None:
-        """Wait on the host until the current stream has written `slot`; without the lock.
-
-        Any stream may read it from then on, and so may a graph.
-        """
+        """Wait on the host until the current stream has written `slot`; without the lock."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
+        # any stream may read the slot from then on, and so may a graph
         event.synchronize()
         self._written.pop(slot, None)
 

@@ -50,9 +50,6 @@ def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
     """Return whether a call has to be recorded for autograd; arguments are unchecked.
 
     `others` are base_output and the router's weights, where there are any.
-
-    Transforms and traces of torch, and its forward mode, see through the calls of a `plain_torch`
-    engine, and record them themselves.
     """
     if not torch.is_grad_enabled():
         return False
@@ -63,6 +60,7 @@ def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
         return False
     if not engine.plain_torch:
         return True
+    # these see through the calls of a `plain_torch` engine, and record them themselves
     is_transformed = forward_ad._current_level >= 0 or not all(map(has_memory, tensors))
     return not (is_transformed or is_jit_traced())
 

@@ -64,13 +64,11 @@ class PackedModules:
 
 @torch.no_grad()
 def find_packed(wrapped: WrappedModel) -> PackedModules:
-    """Return the modules that see all tokens of a row, and those that see only tokens with logits.
-
-    In a batch both kinds of modules may see the same number of tokens, so a number does not tell
-    them apart. One trial pass, which asks for fewer logits than it has tokens, does.
-    """
+    """Return the modules that see all tokens of a row, and those that see tokens with logits."""
     base: Any = wrapped.base
     device = next(base.parameters()).device
+    # In a batch both kinds of modules may see the same number of tokens, so a number does not tell
+    # them apart. One trial pass, which asks for fewer logits than it has tokens, does.
     inputs = {"input_ids": torch.arange(1, _LENGTH + 1, device=device)[None]}
     if (
         callable(getattr(base, "_supports_logits_to_keep", None))

@@ -125,11 +125,9 @@ class Request(RowsCall):
     def begin_generate(
         self, inputs: Mapping[str, Any], rows: int, length: int, config: Any
     ) -> None:
-        """Note the prompts: `generate` encodes images and sound before its first forward pass.
-
-        The words of `config`, the model's `GenerationConfig`, are no inputs of the model.
-        """
+        """Note the prompts: `generate` encodes images and sound before its first forward pass."""
         self.begin(inputs, rows, length)
+        # words of the `GenerationConfig` are no inputs of the model
         inputs = {name: x for name, x in inputs.items() if not hasattr(config, name)}
         # Encoders run before the first pass, so modules may see them without token ids.
         self._note_untried(inputs, alone=True)

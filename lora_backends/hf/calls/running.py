@@ -153,13 +153,11 @@ def running(call: ModelCall) -> Iterator[None]:
 
 @contextmanager
 def open_block(call: ModelCall) -> Iterator[None]:
-    """Let the forward passes of this thread belong to `call`.
-
-    Meanwhile `check_thread` refuses a thread that runs the model without a call. Code such as
-    `generate_batch` starts threads that the caller does not know of, and these would compute the
-    base model's answers without an error.
-    """
+    """Let the forward passes of this thread belong to `call`."""
     # Counted, since several threads may be in blocks of the same model.
+    # Meanwhile `check_thread` refuses a thread that runs the model without a call. Code such as
+    # `generate_batch` starts threads that the caller does not know of, and these would compute the
+    # base model's answers without an error.
     with _OPEN_LOCK:
         _OPEN[call.model] = _OPEN.get(call.model, 0) + 1
     try:

@@ -120,11 +120,9 @@ def _by_pairs(
     additions: Additions,
     product: Callable[[str, torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:
-    """Run the forward of experts with `product` for its two matrix products.
-
-    `product` takes a parameter's name, rows, and the pairs of each row. It returns a row per pair.
-    """
+    """Run the forward of experts with `product` for its two matrix products."""
     up, down = parameter_names(module)
+    # it takes a parameter's name, rows, and the pairs of each row, and returns a row per pair
     pre = product(up, x, ids.shape[1])
     additions.add_up(x, pre)
     act = activated(module, pre)

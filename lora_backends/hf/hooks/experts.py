@@ -133,11 +133,8 @@ class _Nothing:
 
 @torch.no_grad()
 def _failed_trial(module: Any) -> str | None:
-    """Return why a module's own eager forward computes something else than ours, or None.
-
-    A class may have a forward of its own kind, a later version of Transformers another flag.
-    Large inputs reach activations that are cut off.
-    """
+    """Return why a module's own eager forward computes something else than ours, or None."""
+    # a class may have a forward of its own kind, a later version of Transformers another flag
     twin: Any = twin_of(module)[0]
     weight = module.down_proj
     width = weight.shape[2 if module.is_transposed else 1]
@@ -195,10 +192,7 @@ class _Deltas:
 
 
 def experts_forward(served: Served, site: ExpertSite) -> Callable[..., torch.Tensor]:
-    """Return the `forward` of a module of experts.
-
-    It takes the module, hidden states [tokens, hidden], ids and weights [tokens, top_k].
-    """
+    """Return the `forward` of a module of experts, of x [tokens, hidden], ids and weights."""
     model, backend, layout = served.model, served.backend, served.layouts[site.path]
     plain, paths = type(site.module).forward, site.paths
     names = _arguments(plain)

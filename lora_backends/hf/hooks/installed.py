@@ -58,14 +58,11 @@ class Hooked:
         self._closed = False
 
     def register(self, base: nn.Module, begin: Callable[..., None]) -> None:
-        """Hook every module that an adapter may touch, and the start of a forward pass.
-
-        All of them from the start: a compiled program would not notice hooks that come later.
-        `begin` announces a forward pass.
-        """
+        """Hook every module that an adapter may touch, and the start of a forward pass."""
         self.handles.append(base.register_forward_pre_hook(begin, with_kwargs=True))
         self.handles.append(base.register_forward_hook(end_hook))
         try:
+            # all of them from the start: a compiled program would not notice hooks that come later
             self._add()
         except BaseException:  # no memory to join weights, for instance
             self.remove()
@@ -124,11 +121,9 @@ class Hooked:
             group.part()
 
     def drop_moved(self) -> int:
-        """Drop groups whose weights were moved, and return how many are left.
-
-        Compiled programs run the modules of dropped groups alone. Eager passes drop a group
-        themselves when they meet it.
-        """
+        """Drop groups whose weights were moved, and return how many are left."""
+        # compiled programs run the modules of dropped groups alone; eager passes drop a group
+        # themselves when they meet it
         return sum([group.are_joined() for group in self.groups])
 
     def check_unmoved(self, groups: int) -> None:

@@ -111,10 +111,7 @@ def end_hook(*_: Any) -> None:
 
 
 def lora_hook(served: Served, site: ModuleSite, add: Callable[..., torch.Tensor]) -> Hook:
-    """Return the hook that adds the running call's LoRA to the output of one module.
-
-    `add` is `adder` of its `run_linear`, the same for all modules.
-    """
+    """Return the hook that adds the running call's LoRA to the output of one module by `add`."""
     model, backend, layout = served.model, served.backend, served.layouts[site.path]
     path, paths, width = site.path, (site.path,), site.spec.out_features
     is_embedding = site.spec.kind == "embedding"
@@ -163,15 +160,13 @@ def add_deltas(
     plan: Any,
     y: torch.Tensor,
 ) -> None:
-    """Add the LoRA of each row to y by an operation of the backend.
-
-    The operation refuses several adapters per token where a layer has output_scales. A model's
-    rows have a blend or DoRA, never both (`Choices`), and scales of 1 without DoRA. So one adapter
-    after another gives their sum here, too.
-    """
+    """Add the LoRA of each row to y by an operation of the backend."""
     if weights.output_scales is None or not isinstance(plan, ManyAdaptersPlan):
         run(x, weights, plan, y)
         return
+    # The operation refuses several adapters per token where a layer has output_scales. A model's
+    # rows have a blend or DoRA, never both (`Choices`), and scales of 1 without DoRA. So one
+    # adapter after another gives their sum here, too.
     for part in plan.plans:
         run(x, weights, part, y)
 

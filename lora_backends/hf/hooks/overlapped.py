@@ -96,10 +96,7 @@ def _overlapped(
     plan: Any,
     in_turn: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """Return y by `run_with_base` if a graph captures the call and it takes it, else by `in_turn`.
-
-    A capture cannot compile, so the first call outside of one compiles what a graph launches.
-    """
+    """Return y by `run_with_base` if a graph captures the call and it takes it, or `in_turn`."""
     if is_capturing(x.device):
         y = backend.run_with_base(as_rows(x), weight, bias, weights, plan)
         return in_turn() if y is None else y.view(*x.shape[:-1], y.shape[-1])
@@ -107,6 +104,7 @@ def _overlapped(
     # Kept on the plan, so that it is freed with it.
     compiled = vars(plan).setdefault(_COMPILED, set())
     key = weights.handle, x.shape, getattr(plan, "active_slots", 0)  # the kernels depend on these
+    # a capture cannot compile: the first call outside of one compiles what a graph launches
     if key not in compiled:
         compiled.add(key)
         backend.run_with_base(as_rows(x), weight, bias, weights, plan)

@@ -119,11 +119,7 @@ def _refusal(
 
 @torch.no_grad()
 def _failed_trial(module: nn.Module, block: nn.Module) -> str | None:
-    """Return why a router is more than one product with its weight, or None.
-
-    What it takes besides its input, a correction of the scores for instance, the block holds under
-    the same name.
-    """
+    """Return why a router is more than one product with its weight, or None."""
     twin: Any = twin_of(module)[0]
     weight: Any = module._parameters["weight"]
     generator = torch.Generator("cpu").manual_seed(0)
@@ -132,6 +128,7 @@ def _failed_trial(module: nn.Module, block: nn.Module) -> str | None:
     noting = _Noting(x, weight)
     parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
     try:
+        # a correction of the scores for instance, which the block holds under the same name
         others = [getattr(block, p.name) for p in parameters if p.default is p.empty]
         with noting:
             type(module).forward(twin, x, *others)

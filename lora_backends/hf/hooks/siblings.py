@@ -233,13 +233,11 @@ def leader_forward(
 
 
 def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
-    """Return the columns of every module.
-
-    On a CPU they are copied: there torch's activations round the ends of strided rows differently
-    from the ends of contiguous ones.
-    """
+    """Return the columns of every module."""
     # Views: on a GPU the outputs share one buffer.
     columns = torch.split_with_sizes(y, widths, -1)
+    # on a CPU torch's activations round the ends of strided rows in another way than contiguous
+    # ones
     return tuple(c.contiguous() for c in columns) if y.is_cpu else columns
 
 

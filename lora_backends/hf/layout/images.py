@@ -75,11 +75,9 @@ class Images:
         return self._modules is not None and part in self._modules.parts
 
     def untried(self, inputs: Mapping[str, Any]) -> tuple[str, bool] | None:
-        """Return the first input that no trial pass gave, and whether the tried one is missing.
-
-        Images, sound and the like may reach modules that text reaches, too: an embedding of the
-        codes of images for instance, which may be as many as the rows.
-        """
+        """Return the first input that no trial pass gave, and whether the tried one is missing."""
+        # images and sound may reach modules that text reaches, too: an embedding of the codes of
+        # images for instance, which may be as many as the rows
         for name, value in inputs.items():
             if name in TEXT_INPUTS or name == self._tried or not _has_tensor(value):
                 continue

@@ -66,10 +66,9 @@ class Layout:
     calls: int  # of the module in a trial pass
 
     def spread(self, shape: Sequence[int], rows: int, length: int) -> Spread | None:
-        """Return how the rows lie in an input of `shape`, without its last axis.
+        """Return how the rows lie in an input of `shape`, without its last axis, or None.
 
-        None if it is not known or forms disagree. `length` are the tokens per row of the forward
-        pass.
+        `length` are the tokens per row of the forward pass.
         """
         if length == 1 and not self.steps:
             return None
@@ -78,6 +77,7 @@ class Layout:
         for forms in (steps, [form for form in self.forms if not form.step]):
             spreads = {form.spread(shape, rows, length) for form in forms} - {None}
             if spreads:
+                # forms may disagree
                 return spreads.pop() if len(spreads) == 1 else None
         return None
 
@@ -105,10 +105,7 @@ class Untried:
         self._calls: Counter[str] = Counter()
 
     def reason_against(self, key: str, allowed: int) -> str | None:
-        """Count a call under `key`, and return why the form of its input is not known, or None.
-
-        `allowed` are the calls in the trial.
-        """
+        """Count a call, of `allowed` in the trial; return why its form is unknown, or None."""
         self._calls[key] += 1
         if self._alone:
             return f"{self._name} may reach it without token ids"

@@ -51,10 +51,8 @@ class Trial:
         } | dict(self.flags)
 
     def fixed_random_numbers(self) -> AbstractContextManager[None]:
-        """Give each block the same random numbers, and restore the caller's generator after it.
-
-        Some models draw random numbers in eval mode.
-        """
+        """Give each block the same random numbers, and restore the caller's generator after it."""
+        # some models draw random numbers in eval mode
         device = next(iter(next(iter(self.values.values())).values())).device
         return torch.random.fork_rng([device] if device.type == "cuda" else [])
 

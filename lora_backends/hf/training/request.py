@@ -103,10 +103,7 @@ class TrainingCall(Request):
         x: torch.Tensor,
         output: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return the output of a module with the LoRA of each row, or None where there is none.
-
-        Nothing else has used `output` yet.
-        """
+        """Return the output of a module with the LoRA of each row, or None where there is none."""
         path, paths = site.path, (site.path,)
         is_embedding = site.spec.kind == "embedding"
         if is_embedding and self._whole and not output.requires_grad and torch.is_grad_enabled():
@@ -123,6 +120,7 @@ class TrainingCall(Request):
         own = x if self._dropout is None else self._dropout.of(x, plan)
         if own is x and is_product(module, x, output):
             # Its graph is dropped: the backward through the weight is a part of the node.
+            # nothing else has used `output` yet
             y, weight = output.data.contiguous(), cast(nn.Linear, module).weight
             return self._run("run_linear", x, weights, plan, y, parameters, weight)
         if torch.is_autocast_enabled(x.device.type):

@@ -63,12 +63,9 @@ def size(builder: Any, kind: Any) -> Any:
 
 @operation(plain.load_rows, lambda kind, rows, k: many(2 * rows.count))
 def load_rows(builder: Any, kind: Any, addresses: Any, k: Any) -> Any:
-    """load_rows(kind, addresses, k): two vectors a row, elements k to k + 31.
-
-    All first vectors come first. In bfloat16 they hold the even elements and the second vectors
-    the odd ones, which costs one instruction a vector; a dot product does not mind.
-    """
+    """load_rows(kind, addresses, k): two vectors a row, elements k to k + 31, first ones first."""
     offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
+    # in bfloat16 even elements come first, which costs one instruction a vector
     pairs = [
         lowering.load_pair(builder, kind, builder.add(address, offset)) for address in addresses
     ]
@@ -180,10 +177,8 @@ def add_products(builder: Any, sums: Any, a: Any, x: Any) -> Any:
 
 @operation(plain.add_dots, lambda sums, *others: sums)
 def add_dots(builder: Any, sums: Any, a: Any, x: Any) -> Any:
-    """add_dots(sums, a, x): `add_products` of what `load_bfloat16` returned, lane by lane of pairs.
-
-    It is one instruction, which reads denormal numbers as 0 and returns 0 instead of them.
-    """
+    """add_dots(sums, a, x): `add_products` of what `load_bfloat16` returned, pairs of lanes."""
+    # one instruction, which reads denormal numbers as 0 and returns 0 instead of them
     pairs = [(left, right) for right in x for left in a]
     added = [
         lowering.add_pairs(builder, left, right, total)
@@ -196,8 +191,7 @@ def add_dots(builder: Any, sums: Any, a: Any, x: Any) -> Any:
 def add_columns(builder: Any, sums: Any, columns: Any, rows: Any, first: Any) -> Any:
     """add_columns(sums, columns, addresses, j): ``sums[t] + sum_c columns[c] * h[t, j + c]``.
 
-    The addresses are of rows of float32. A row has two sums, of even and of odd c, so that one
-    product need not wait for the last; `update_rows` adds them up.
+    The addresses are of rows of float32.
     """
     offset = builder.mul(first, lowering.integer(4))
     bases = [builder.add(address, offset) for address in rows]
@@ -205,6 +199,8 @@ def add_columns(builder: Any, sums: Any, columns: Any, rows: Any, first: Any) ->
         for t, base in enumerate(bases):
             at = builder.add(base, lowering.integer(4 * c))
             factor = lowering.splat(builder, lowering.load_value(builder, at, lowering.F32))
+            # an even and an odd sum, so that one product need not wait for the last; `update_rows`
+            # adds them
             item = 2 * t + c % 2
             sums[item] = lowering.multiply_add(builder, vector, factor, sums[item])
     return sums

@@ -48,11 +48,9 @@ class Wanted(NamedTuple):
     def pieces(
         self, plan: SgmvPlan, rows: int, piece_tokens: int, by_place: bool = False
     ) -> PieceSizes:
-        """Return how a kernel finds its piece of the slots' tokens, of which x has `rows`.
-
-        It does not follow from the runs in use: a graph keeps the kernel.
-        """
+        """Return how a kernel finds its piece of the slots' tokens, of which x has `rows`."""
         size = plan.run_tokens
+        # not from the runs in use: a graph keeps the kernel
         runs = max(1, piece_tokens // size) if rows > piece_tokens else 0
         return PieceSizes(size, runs, self.slots is None, by_place)
 
@@ -73,11 +71,7 @@ def run_dh(
     narrow: bool,
     options: Options,
 ) -> torch.Tensor:
-    """Return dh [num_slices, rows, max_rank], zero beyond ranks and without adapter.
-
-    It is float32, or with `narrow` in the dtype of 16-bit stacks, to which products round it
-    anyway: dx and dlora_a of several slices read dh more often than x.
-    """
+    """Return dh [num_slices, rows, max_rank], zero beyond ranks and without adapter."""
     tokens, stacks = grad.shape[0], stacks_of(weights)
     shape = (weights.num_slices, tokens, weights.max_rank)
     if not programs:
@@ -97,6 +91,7 @@ def run_dh(
     )
     parts = kernel.sizes.PARTS
     if parts == 1:
+        # products round it anyway, and dx and dlora_a of several slices read dh more often than x
         dtype = weights.dtype if narrow and weights.dtype.itemsize == 2 else torch.float32
         planes = grad.new_zeros((1, *shape), dtype=dtype)
     else:

@@ -148,10 +148,10 @@ def base_arguments(
     y: torch.Tensor,
     kernel: SpecializedKernel,
 ) -> Arguments:
-    """Return the arguments with which `kernel` writes ``x @ weight.T + bias``.
+    """Return the arguments with which `kernel` writes ``x @ weight.T + bias`` into contiguous y.
 
-    y is [rows, out_features], contiguous. The launch has one row of programs. A programmatic kernel
-    must follow a shrink, which waits for all earlier kernels.
+    The launch has one row of programs. A programmatic kernel must follow a shrink, which waits for
+    all earlier kernels.
     """
     sizes = kernel.sizes
     descriptors = (

@@ -129,16 +129,14 @@ class Backward:
 
     @cached_property
     def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Live pairs by slot, expert and number, and where each slot and expert begins.
-
-        The places of `SgmvRouting.order` follow the arrival of programs: a sum over them would
-        have another order each time.
-        """
+        """Live pairs by slot, expert and number, and where each slot and expert begins."""
         routing = self.routing
         experts, count = routing.num_experts, routing.num_slots * routing.num_experts
         slots = routing.plan.token_slots()[: routing.num_tokens, None]
         ids = routing.topk_ids.to(torch.int32)
         keys = torch.where((slots >= 0) & (ids >= 0), slots * experts + ids, count)
+        # the places of `SgmvRouting.order` follow the arrival of programs: a sum over them would
+        # have another order each time
         ordered, order = keys.flatten().sort(stable=True)
         numbers = torch.arange(count + 1, dtype=torch.int32, device=keys.device)
         return order, torch.searchsorted(ordered, numbers, out_int32=True)

@@ -161,11 +161,9 @@ def _launch_sum(call: SiteCall, deltas: torch.Tensor, kernel: SpecializedKernel)
 
 
 def _new_h(call: SiteCall, planes: int) -> torch.Tensor:
-    """Return h: [planes, places, num_a * padded rank].
-
-    Partial sums are float32; a single plane has the dtype that h is rounded to for the expand.
-    """
+    """Return h: [planes, places, num_a * padded rank]."""
     width = call.weights.num_a * padded_rank(call.weights.max_rank)
+    # a single plane has the dtype that h is rounded to for the expand
     dtype = torch.float32 if planes > 1 else call.x.dtype
     return torch.empty(planes, call.shrunk.num_pairs, width, dtype=dtype, device=call.x.device)
 

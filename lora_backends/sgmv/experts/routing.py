@@ -163,14 +163,11 @@ def sort_pairs(
 
 
 def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
-    """Sort the tokens of a routing by slot; return what they are sorted into.
-
-    It depends on the plan alone, but is done anew for every call: a captured graph then follows a
-    plan that is refilled.
-    """
+    """Sort the tokens of a routing by slot; return what they are sorted into."""
     tokens = routing.tokens
     assert tokens is not None
     choice = tokens.topk_ids, tokens.topk_weights
+    # it depends on the plan alone, but is done for every call: a captured graph follows its refills
     sort_pairs(tokens, routing.plan, *choice, None, programmatic)
     return tokens
 

@@ -50,9 +50,9 @@ def entry(values, t, i):
 def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
     """Return the entry of slice s in a table of separate tensors, in elements.
 
-    It has the distance of the slice's tensor from the base, and the strides of slots and rows, in
-    units of ALIGN, so that loads stay wide.
+    It has the distance of the slice's tensor from the base, and the strides of slots and rows.
     """
+    # in units of ALIGN, so that loads stay wide
     at = slices_ptr + s * 3
     own = tl.load(at, mask=mask, other=0)
     slot_stride = tl.load(at + 1, mask=mask, other=0)

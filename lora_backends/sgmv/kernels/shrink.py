@@ -70,17 +70,15 @@ def scale_of_rows(scales, used, S: tl.constexpr):
 
 @triton.jit
 def row_sums(x_row, a, part, features, S: tl.constexpr):
-    """Return x @ A.T of one row over one part of the inputs, [1, N], without a matrix product.
-
-    A goes from memory straight to the registers that multiply it, all of a program's at once. It
-    is loaded after x: Triton lays out the product as its last load.
-    """
+    """Return x @ A.T of one row over one part of the inputs, [1, N], without a matrix product."""
     N: tl.constexpr = a.at.shape[0]
     STEPS: tl.constexpr = S.STEPS
     sums = tl.zeros((N,), dtype=tl.float32)
     for step in tl.static_range(STEPS):
         done = step * S.BLOCK_K
         k = part * (STEPS * S.BLOCK_K) + done + tl.arange(0, S.BLOCK_K)[None, :]  # [1, K]
+        # A goes from memory straight to the registers that multiply it, all of a program's at once.
+        # It is loaded after x: Triton lays out the product as its last load.
         if S.EVEN_K:
             x = tl.load(x_row + k)
             values = tl.load(a.at[:, None] + k, mask=a.used[:, None], other=0.0)  # [N, K]
@@ -148,10 +146,8 @@ def partial_sums(x_rows, has_x, a, part, features, S: tl.constexpr):
 
 @triton.jit
 def sum_of_groups(parts):
-    """Return the sum of parts [W, T, N] over W, pair by pair.
-
-    `tl.sum` would send every value through shared memory by itself, `tl.split` sends four.
-    """
+    """Return the sum of parts [W, T, N] over W, pair by pair."""
+    # `tl.sum` would send every value through shared memory by itself, `tl.split` sends four
     sums = tl.permute(parts, (1, 2, 0))
     if parts.shape[0] == 8:
         low, high = tl.split(tl.reshape(sums, (parts.shape[1], parts.shape[2], 4, 2)))

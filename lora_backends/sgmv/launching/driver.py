@@ -146,16 +146,15 @@ def driver_kernel(
 ) -> DriverKernel | None:
     """Return a kernel that Triton compiled for these arguments, or None if Triton must launch it.
 
-    `numbers` are those that Triton did not compile in as constants. Triton must launch the kernel
-    if there is no `cuda_driver`, if the kernel needs scratch memory or launch attributes that are
-    not set here, or if its parameters are not the expected ones: the addresses, the numbers (4
-    bytes each, 8 where a number does not fit), and two addresses of scratch memory.
+    `numbers` are those that Triton did not compile in as constants.
     """
     driver, metadata = cuda_driver(), compiled.metadata
     if driver is None or metadata.num_ctas != 1 or metadata.shared > _MOST_SHARED:
         return None
+    # launch attributes and scratch memory are not set here
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
+    # the parameters: the addresses, the numbers, and two addresses of scratch memory
     widths = [4 if -0x80000000 <= number <= 0x7FFFFFFF else 8 for number in numbers]
     if _widths(driver, compiled.function) != [8] * len(pointers) + widths + [8] * _SCRATCH:
         return None

@@ -157,11 +157,9 @@ class SpecializedKernel:
         return BoundKernel(compiled, values, second, grid, axis, driver)
 
     def _grid(self, rows: int) -> tuple[int, int, int]:
-        """Return one axis in which the programs of a row follow each other, or two axes.
-
-        Programs of a grid of one axis start sooner. A kernel with PROGRAMS=0 takes two axes,
-        because the division that finds its row would cost it registers.
-        """
+        """Return one axis in which the programs of a row follow each other, or two axes."""
+        # programs of one axis start sooner, but the division that finds their row may cost
+        # registers
         if self._axis == 0:
             return self._programs * rows, 1, 1
         return self._programs, rows, 1
@@ -205,11 +203,11 @@ class SpecializedKernel:
 def specialized(kernel: Any, programs: int, **given: Any) -> SpecializedKernel:
     """Return the `SpecializedKernel` with these constants, in capitals, and other arguments.
 
-    One object serves all batches and layers that lead to the same constants, so that it is compiled
-    once. A PROGRAMS that is not among the constants is `programs`.
+    A PROGRAMS that is not among the constants is `programs`.
     """
     constants = {"PROGRAMS": programs} | {k: v for k, v in given.items() if k.isupper()}
     others = {name: value for name, value in given.items() if not name.isupper()}
+    # one object serves all batches and layers with these constants, so that it is compiled once
     return SpecializedKernel(kernel, constants, programs, **others)
 
 
@@ -303,11 +301,9 @@ def _kind(
 
 
 def _without_constants(parameters: Sequence[Any], numbers: tuple[int, ...]) -> list[int]:
-    """Return the numbers that a compiled kernel takes, given its `triton.jit` parameters.
-
-    Triton compiles a 1 in as a constant, except for parameters named in `do_not_specialize`.
-    """
+    """Return the numbers that a compiled kernel takes, given its `triton.jit` parameters."""
     pairs = zip(parameters, numbers, strict=False)  # the kernel's constants follow its numbers
+    # Triton compiles a 1 in as a constant, except for parameters named in `do_not_specialize`
     return [number for parameter, number in pairs if number != 1 or parameter.do_not_specialize]
 
 

@@ -29,12 +29,12 @@ def allows_tma(lora_b: Located, max_rank: int, max_rows: int) -> bool:
     """Return whether B can be loaded through TMA by a grid of up to `max_rows` rows.
 
     B of all slots, and slices or experts, must form one matrix of 8- or 16-bit values with aligned
-    rows; slots, slices and experts may lie at any distance. If slices are separate tensors, a block
-    must not reach beyond a slice, because the memory after it may be unmapped: `launch` then takes
-    TMA only where blocks divide the slices.
+    rows; slots, slices and experts may lie at any distance.
     """
     base = lora_b.base
     *outer, row_stride, _ = base.stride()
+    # If slices are separate tensors, a block must not reach beyond a slice, because the memory
+    # after it may be unmapped: `launch` then takes TMA only where blocks divide the slices.
     return (
         max_rows <= MAX_GRID_ROWS
         and base.element_size() <= 2

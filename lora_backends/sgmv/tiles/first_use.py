@@ -104,9 +104,8 @@ def first_use_source(
 ) -> TileSource:
     """Return a source that searches sizes for layers that no table of this card has.
 
-    All of its searches together take `seconds`, by the clock `now`. `tables` has the sizes that a
-    search starts from, and those of calls that are not searched; `lab_of` makes the lab for a batch
-    and a layer.
+    All of its searches together take `seconds`, by the clock `now`; they start from sizes of
+    `tables`.
     """
     from lora_backends.bench.results import check_writable, versions
 

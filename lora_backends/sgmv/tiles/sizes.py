@@ -178,10 +178,8 @@ def fitting(
 def tile_faults(
     tiles: TileConfig, tile_tokens: int, layer: LayerShape, gpu: Gpu = H200
 ) -> list[str]:
-    """Return why the kernels cannot run these sizes or would compute wrong results; [] if neither.
-
-    Every size that a file gives passes through here before it runs.
-    """
+    """Return why the kernels cannot run these sizes or would compute wrong results, or []."""
+    # every size that a file gives passes through here before it runs
     shrink, expand = tiles.shrink, tiles.expand
     sizes = {
         "shrink.block_n": (shrink.block_n, MIN_DOT, 256),

@@ -143,16 +143,14 @@ def user_folder() -> Path:
 
 
 def nearest(measured: Sequence[Any], num_tokens: int, active_slots: int) -> Any | None:
-    """Return the measurement nearest to a batch in log space; None if all are beyond `REACH`.
-
-    Of several equally near the first counts. A measurement has `num_tokens` and `active_slots`.
-    """
+    """Return the measurement nearest to a batch in log space; None if all are beyond `REACH`."""
     best, shortest = None, math.inf
     for candidate in measured:
         tokens = _ratio(candidate.num_tokens, num_tokens)
         slots = _ratio(candidate.active_slots, active_slots)
         distance = math.log(tokens) ** 2 + math.log(slots) ** 2
         if max(tokens, slots) <= REACH and distance < shortest:
+            # of several equally near the first counts
             best, shortest = candidate, distance
     return best
 
