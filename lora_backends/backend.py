@@ -527,7 +527,7 @@ class LoRABackend(Dispatched, ABC):
             slots: whose gradients of stacks are wanted, ascending; None: all.
         """
         scales = getattr(routing.plan, "token_scales", None)
-        call = expert_gradients.Call(x, weights, routing, scales, rows, weighted, reduce)
+        call = expert_gradients.RoutedCall(x, weights, routing, scales, rows, weighted, reduce)
         groups = self.routed_pairs(routing, weights.num_slots)
         expert_gradients.backward(grad, call, groups, out, slots)
 

@@ -88,7 +88,7 @@ OPERATIONS = (
 BY_NAME = MappingProxyType({operation.name: operation for operation in OPERATIONS})
 """Every operation by the name of its method."""
 
-DENSE = MappingProxyType({name: found for name, found in BY_NAME.items() if found.is_dense})
+DENSE = MappingProxyType({name: each for name, each in BY_NAME.items() if each.is_dense})
 """Those of them that `bench` times and `explain` draws."""
 
 

@@ -78,7 +78,7 @@ def search_entry(
     Raises:
         RulesFail: as `search`.
     """
-    found = search(
+    result = search(
         choose_tiles(batch, layer, gpu),
         in_use.choose_tiles(batch, layer),
         lambda tiles: not tile_faults(tiles, batch.tile_tokens, layer, gpu),
@@ -90,11 +90,11 @@ def search_entry(
         num_tokens=batch.num_tokens,
         active_slots=batch.active_slots,
         tile_tokens=batch.tile_tokens,
-        tiles=found.tiles,
-        tuned_us=round(found.tuned_us, 3),
-        rules_us=round(found.rules_us, 3),
+        tiles=result.tiles,
+        tuned_us=round(result.tuned_us, 3),
+        rules_us=round(result.rules_us, 3),
     )
-    return found, entry
+    return result, entry
 
 
 def search(

@@ -138,8 +138,8 @@ def _card(name: str, memory_gb: float | None) -> Card:
                 f"--memory-gb is missing: {name} does not state the card's memory"
             )
         return read_card(Path(name), memory)
-    found = find_card(name)
-    return found if memory is None else replace(found, memory_bytes=memory)
+    measured = find_card(name)
+    return measured if memory is None else replace(measured, memory_bytes=memory)
 
 
 def show(made: Plan, fleet: Fleet) -> None:

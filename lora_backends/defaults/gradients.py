@@ -73,8 +73,8 @@ def b_backward(
                 _write(dh[s], rows, rank, of_slice, b, scaling)
             if rank and lora_b is not None and slot in places:
                 assert h is not None
-                own = _own(h[s], rows, sums, rank)
-                _write(lora_b[places[slot]], columns, rank, of_slice.T, own, scaling)
+                h_rows = _own(h[s], rows, sums, rank)
+                _write(lora_b[places[slot]], columns, rank, of_slice.T, h_rows, scaling)
     return dh
 
 
@@ -125,12 +125,12 @@ def add_columns(
         for s, rank in enumerate(ranks):
             if rank:
                 columns = dh.new_zeros(weights.in_features, rank)
-                ids, own = token_ids[rows].long(), _own(dh[s], rows, dh.dtype, rank)
+                ids, dh_rows = token_ids[rows].long(), _own(dh[s], rows, dh.dtype, rank)
                 # equal ids are summed in one order: each of the two has atomics on the other device
-                if own.is_cpu:
-                    columns.index_add_(0, ids, own)
+                if dh_rows.is_cpu:
+                    columns.index_add_(0, ids, dh_rows)
                 else:
-                    columns.index_put_((ids,), own, accumulate=True)
+                    columns.index_put_((ids,), dh_rows, accumulate=True)
                 lora_a[places[slot], s, :rank] = columns.T
 
 
@@ -165,10 +165,10 @@ def _own(
     values: torch.Tensor, rows: Rows, dtype: torch.dtype, width: int | None = None
 ) -> torch.Tensor:
     """Return some rows of a matrix, cut to a width, contiguous and aligned: a view or a copy."""
-    own = _cut(values, rows, width)
-    if isinstance(rows, slice) and own.dtype == dtype and _is_as_new(own):
-        return own
-    return torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own)
+    cut = _cut(values, rows, width)
+    if isinstance(rows, slice) and cut.dtype == dtype and _is_as_new(cut):
+        return cut
+    return torch.empty(cut.shape, dtype=dtype, device=cut.device).copy_(cut)
 
 
 def _write(

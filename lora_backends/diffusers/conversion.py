@@ -137,22 +137,22 @@ def _check_nothing_lost(
 
 def _leaves_of(results: Iterable[Tensor]) -> set[int]:
     """Return the ids of the leaves of autograd's graph that the results depend on."""
-    found: set[int] = set()
+    leaves: set[int] = set()
     pending: list[Any] = []
     for result in results:
         if result.grad_fn is None:
-            found.add(id(result))
+            leaves.add(id(result))
         else:
             pending.append(result.grad_fn)
     seen = set(pending)
     while pending:
         node = pending.pop()
         if hasattr(node, "variable"):  # AccumulateGrad, the node of a leaf
-            found.add(id(node.variable))
+            leaves.add(id(node.variable))
         new = {source for source, _ in node.next_functions if source is not None} - seen
         seen |= new
         pending += new
-    return found
+    return leaves
 
 
 def _renamed(
@@ -197,8 +197,8 @@ def _renamed(
     for key, alpha in numbers.items():
         module_name = key.removesuffix(ALPHA)
         downs = (module_name, f"{module_name}.lora.down.weight", f"{module_name}.lora_A.weight")
-        found = [names[down] for down in downs if down in names]
-        if len(found) != 1:
+        matching = [names[down] for down in downs if down in names]
+        if len(matching) != 1:
             file.refuse(f"an alpha belongs to no module of {name}", key, "alphas of LoRA matrices")
-        alphas[found[0].partition(".lora_A")[0]] = alpha
+        alphas[matching[0].partition(".lora_A")[0]] = alpha
     return ComponentTensors(renamed, alphas, metadata)

@@ -106,12 +106,12 @@ def _file_in(path: Path) -> Path:
             f"  to do: download a LoRA of the Hugging Face hub: `hf download NAME`"
         )
     names = names_in(path)
-    own = [name for name in _OWN_NAMES if name in names]
-    found = own[:1] or [name for name in names if name.endswith(".safetensors")]
-    if len(found) != 1:
+    known = [name for name in _OWN_NAMES if name in names]
+    candidates = known[:1] or [name for name in names if name.endswith(".safetensors")]
+    if len(candidates) != 1:
         raise InvalidInputError(
-            f"the folder of a LoRA holds {len(found)} files\n  given: {path}"
-            f"{': ' * bool(found)}{', '.join(found[:5])}\n"
+            f"the folder of a LoRA holds {len(candidates)} files\n  given: {path}"
+            f"{': ' * bool(candidates)}{', '.join(candidates[:5])}\n"
             f"  allowed: {_OWN_NAMES[0]}, or one .safetensors file\n  to do: pass the file itself"
         )
-    return path / found[0]
+    return path / candidates[0]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lora_backends.errors import UnsupportedInputError, shown
-from lora_backends.hf.layout.trial import Trial
+from lora_backends.hf.layout.trial import TrialInputs
 
 TEXT = 5
 """Tokens of text per row."""
@@ -28,7 +28,7 @@ LETTERS = ("a", "b", "ac", "d")
 
 
 @dataclass(frozen=True)
-class DenoiserTrial(Trial):
+class DenoiserTrial(TrialInputs):
     """One pass of a denoiser. The input "outer.inner" is the entry `inner` of a dict `outer`."""
 
     lists: Mapping[str, Any]  # the element per row, of inputs that are lists

@@ -127,7 +127,7 @@ def _log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tens
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ModuleCall:
     """One call of a module in a pass over some tokens of one row."""
 
     start: int  # tokens of the row before this pass
@@ -153,7 +153,7 @@ class _Record:
 
     model: MultiLoRAModel
     passes: list[tuple[int, int]] = field(default_factory=list)  # first position, and tokens
-    seen: dict[tuple[str, int], list[_Seen]] = field(default_factory=dict)
+    seen: dict[tuple[str, int], list[_ModuleCall]] = field(default_factory=dict)
     """By path and by the number of the call in its pass, in the order of execution."""
 
     def __enter__(self) -> None:
@@ -182,7 +182,7 @@ class _Record:
             if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
                 call = self._calls[path] = self._calls.get(path, -1) + 1
                 # Copies: later code may write into either.
-                seen = _Seen(*self.passes[-1], x.detach().clone(), y.detach().clone())
+                seen = _ModuleCall(*self.passes[-1], x.detach().clone(), y.detach().clone())
                 self.seen.setdefault((path, call), []).append(seen)
 
         return note
@@ -230,10 +230,10 @@ def _different_loras(
             x = ours.x.clone(memory_format=torch.contiguous_format)
             rows = ours.rows(x)  # views
             of_passes = [each.rows(each.x) for each in theirs]
-            if not all(found and found.keys() <= rows.keys() for found in of_passes):
+            if not all(each and each.keys() <= rows.keys() for each in of_passes):
                 continue  # refused below
-            for found in of_passes:
-                for at, row in found.items():
+            for rows_of_pass in of_passes:
+                for at, row in rows_of_pass.items():
                     rows[at].copy_(row)
             part = hooks.trained(call, key[0], x, torch.zeros_like(ours.y))
             if part is not None:
@@ -251,7 +251,7 @@ def _different_loras(
                         expected = in_training[key]
                         for at, row in each.rows(part).items():
                             same[key] &= _same(expected[at], row)
-    return [(path, found) for (path, _), found in same.items()]
+    return [(path, is_same) for (path, _), is_same in same.items()]
 
 
 def _check_compared(

@@ -23,7 +23,7 @@ from lora_backends.hf.layout.probe import UNREACHED, probe
 from lora_backends.hf.layout.sharded import is_sharded
 from lora_backends.hf.layout.sites import base_layer, check_start, find_sites
 from lora_backends.hf.layout.structure import Structure
-from lora_backends.hf.layout.trial import Trial, tried_input
+from lora_backends.hf.layout.trial import TrialInputs, tried_input
 from lora_backends.hf.layout.unused import unused_by
 from lora_backends.hf.replacements.modules import Replacements
 from lora_backends.hf.training.registry import Training
@@ -48,7 +48,7 @@ class WrappedModel:
         dtype: torch.dtype,
         device: torch.device,
         fuse: bool,
-        trial: Trial | None = None,
+        trial: TrialInputs | None = None,
     ) -> None:
         self.base, self.backend, self.dtype = base, backend, dtype
         self.key = f"model {next(_NUMBERS)}"  # see `ModelCall.model`

@@ -19,7 +19,7 @@ from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.numba_cpu import experts, launch
-from lora_backends.numba_cpu.blends import Blend, BlendedRun
+from lora_backends.numba_cpu.blends import BlendedRun, NumbaBlend
 from lora_backends.numba_cpu.call_cache import CachedRun
 from lora_backends.numba_cpu.gradients import launch as backward
 from lora_backends.numba_cpu.layer import Layers, require_memory
@@ -216,9 +216,9 @@ class NumbaCPUBackend(LoRABackend):
         return y
 
     @override
-    def prepare_together(self, batch: LoRABatch, out: Any, capacity: int | None) -> Blend:
+    def prepare_together(self, batch: LoRABatch, out: Any, capacity: int | None) -> NumbaBlend:
         if out is None:
-            return Blend(batch)
+            return NumbaBlend(batch)
         out.refill(batch)
         return out  # type: ignore[no-any-return]
 

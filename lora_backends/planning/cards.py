@@ -15,7 +15,7 @@ import torch
 
 from lora_backends.bench import Cell
 from lora_backends.errors import InvalidInputError, did_you_mean
-from lora_backends.planning.shapes import EIGHT_BIT, SCALE_BYTES, Layer, ModelShapes
+from lora_backends.planning.shapes import EIGHT_BIT, SCALE_BYTES, LayerGroup, ModelShapes
 
 TABLE = "cards.json"
 
@@ -62,7 +62,7 @@ class Card:
 
     def linear_s(
         self,
-        layer: Layer,
+        layer: LayerGroup,
         tokens: int,
         adapters: int,
         rank: int,
@@ -154,11 +154,11 @@ def card_of(result: Mapping[str, Any], memory_bytes: int, source: str) -> Card:
     """
     cells = []
     for row in result["rows"]:
-        found = [t["efficiency"] for t in row["results"].values() if "efficiency" in t]
-        if row["operation"] == "run_linear" and found:
+        efficiencies = [t["efficiency"] for t in row["results"].values() if "efficiency" in t]
+        if row["operation"] == "run_linear" and efficiencies:
             out = row["output_slices"]
             sizes = (row["in_features"], sum(out), len(out), row["tokens"], row["active_adapters"])
-            cells.append(Measured(*sizes, row["rank"], max(found)))
+            cells.append(Measured(*sizes, row["rank"], max(efficiencies)))
     if not cells:
         raise InvalidInputError(
             f"{source} has no time of run_linear\n  to do: lora-backends bench --json > card.json"

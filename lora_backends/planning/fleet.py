@@ -159,8 +159,8 @@ def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) ->
         )
         return simulation.run()
 
-    found = {routing: _fewest(partial(run, routing), fleet) for routing in ROUTINGS}
-    cards = found["by adapter"][0] or 1
+    fewest = {routing: _fewest(partial(run, routing), fleet) for routing in ROUTINGS}
+    cards = fewest["by adapter"][0] or 1
     most = min(slots, len(traffic.divided(cards)[0]))
     steps = sorted({*(2**i for i in range(most.bit_length())), most})
     by_slots = tuple(run("by adapter", cards, count) for count in steps)
@@ -176,8 +176,8 @@ def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) ->
         base_step_s=times.step(mean[0], 0),
         lora_step_s=times.step(*mean) - times.step(mean[0], 0),
         by_slots=by_slots,
-        cards={routing: n for routing, (n, _) in found.items()},
-        cards_outcome={routing: outcome for routing, (_, outcome) in found.items()},
+        cards={routing: n for routing, (n, _) in fewest.items()},
+        cards_outcome={routing: outcome for routing, (_, outcome) in fewest.items()},
         thrashes_below=min(good) if good else None,
         notes=tuple(notes),
     )

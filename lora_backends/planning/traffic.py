@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lora_backends.planning.checks import check_number, check_whole
 
 
-class Request(NamedTuple):
+class Arrival(NamedTuple):
     """One request."""
 
     arrival: float  # seconds
@@ -61,7 +61,7 @@ class Traffic:
         total = sum(weights)
         return [weight / total for weight in weights]
 
-    def draw(self, share: float = 1.0, only: Iterable[int] | None = None) -> list[Request]:
+    def draw(self, share: float = 1.0, only: Iterable[int] | None = None) -> list[Arrival]:
         """Return the requests of one card, by its share of all, in order of arrival.
 
         It gets those of the adapters in `only`, None: of all.
@@ -78,7 +78,7 @@ class Traffic:
                 max(1, round(generator.expovariate(1 / mean)))
                 for mean in (self.prompt_tokens, self.output_tokens)
             )
-            made.append(Request(now, adapters[min(place, len(ends) - 1)], *lengths))
+            made.append(Arrival(now, adapters[min(place, len(ends) - 1)], *lengths))
         return made
 
     def divided(self, cards: int) -> tuple[list[int], float]:

@@ -173,9 +173,9 @@ def _foreign(names: Iterable[str]) -> tuple[str, str] | None:
     """Return the kind of weights that a folder holds instead of PEFT's, and the remedy."""
     names = sorted(names)
     for pattern, kind, to_do in _FOREIGN:
-        found = [name for name in names if re.fullmatch(pattern, name)]
-        if found:
-            return f"{kind}: {', '.join(found[:3])}{', ...' * (len(found) > 3)}", to_do
+        matching = [name for name in names if re.fullmatch(pattern, name)]
+        if matching:
+            return f"{kind}: {', '.join(matching[:3])}{', ...' * (len(matching) > 3)}", to_do
     return None
 
 

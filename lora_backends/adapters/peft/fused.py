@@ -53,8 +53,8 @@ def other_names(modules: Mapping[str, ModuleSpec]) -> dict[str, OtherName]:
             names[f"{parent}.{part.name}"] = OtherName(_like(spec, part.width), place)
         for (owner, fused), parts in SPLIT.items():
             if last == parts[0] and parent.rpartition(".")[2] == owner:
-                found = [(f"{parent}.{name}", modules.get(f"{parent}.{name}")) for name in parts]
-                names |= _fused(f"{parent}.{fused}", found)
+                by_part = [(f"{parent}.{name}", modules.get(f"{parent}.{name}")) for name in parts]
+                names |= _fused(f"{parent}.{fused}", by_part)
     return {path: name for path, name in names.items() if path not in modules}
 
 
@@ -62,14 +62,14 @@ def _like(spec: ModuleSpec, width: int) -> ModuleSpec:
     return ModuleSpec("linear", spec.in_features, width, transposed=spec.transposed)
 
 
-def _fused(path: str, found: list[tuple[str, ModuleSpec | None]]) -> dict[str, OtherName]:
+def _fused(path: str, by_place: list[tuple[str, ModuleSpec | None]]) -> dict[str, OtherName]:
     places, start = [], 0
-    for place, spec in found:
+    for place, spec in by_place:
         if spec is None or spec.kind != "linear" or spec.transposed:
             return {}
         places.append((place, FusedPart("", start, spec.out_features).columns))
         start += spec.out_features
-    specs = [spec for _, spec in found if spec is not None]
+    specs = [spec for _, spec in by_place if spec is not None]
     if len({spec.in_features for spec in specs}) > 1:
         return {}
     return {path: OtherName(_like(specs[0], start), tuple(places))}
@@ -97,7 +97,7 @@ def without_second_names(
     for `targeted`.
     """
     through_others = {place for path in used for place, _ in names[path].places}
-    own = {*served} - through_others
+    directly_served = {*served} - through_others
     last_names = {path.rpartition(".")[2] for path in used}
 
     def is_meant(path: str) -> bool:
@@ -105,7 +105,7 @@ def without_second_names(
         if places & through_others:  # the adapter's model splits this module
             return True
         is_alone = places.isdisjoint(targeted) or path.rpartition(".")[2] in last_names
-        return is_alone and places.isdisjoint(own)
+        return is_alone and places.isdisjoint(directly_served)
 
     return [path for path in targeted if path not in names or is_meant(path)]
 

@@ -417,12 +417,12 @@ class AdapterStore:
 
     def _look_for_folders(self) -> None:
         """Note new folders, and forget folders that are gone unless their adapter is still held."""
-        found = {} if self.folder is None else adapter_folders(self.folder)
+        folders = {} if self.folder is None else adapter_folders(self.folder)
         with self._lock:
             known = self._known()
             # A name is kept here only while its adapter, or a folder that it hides, still exists.
-            self._only_in_memory &= {*known, *found}
-            readable = {n: path for n, path in found.items() if n not in self._only_in_memory}
+            self._only_in_memory &= {*known, *folders}
+            readable = {n: path for n, path in folders.items() if n not in self._only_in_memory}
             kept = {
                 name: path
                 for name, path in self._folders.items()  # preferred: it was loaded

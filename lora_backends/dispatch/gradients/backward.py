@@ -243,7 +243,7 @@ class _Backward:
         for name, places in self.wanted.items():
             out = outs[name]
             assert out is not None
-            found = self.recorded.parts_of(out, places, self.slots)
-            for at, part in zip(places, found, strict=True):
+            of_places = self.recorded.parts_of(out, places, self.slots)
+            for at, part in zip(places, of_places, strict=True):
                 parts[at] = part
         return tuple(parts)

@@ -24,10 +24,10 @@ from lora_backends.dispatch.cached import accept, is_accepted
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.gradients.backward import Gradients, kept_for, run_backward, run_forward
 from lora_backends.dispatch.gradients.recorded import (
+    GradientTarget,
     Recorded,
     SlotParameter,
     SlotParameters,
-    Target,
     b_alone,
     differentiates,
     target_of,
@@ -116,7 +116,7 @@ def run_with_parameters(
     _check(engine, operation, _flat(x), weights, plan, y.detach().view(-1, y.shape[-1]))
     of = parameters if isinstance(parameters, SlotParameters) else SlotParameters(parameters)
     recorded = Recorded(
-        engine, operation, weights, plan, of.targets, of.kinds, check=check, found=of.found
+        engine, operation, weights, plan, of.targets, of.kinds, check=check, cache=of.cache
     )
     recorded.anchors = _links(x, of.b_alone)
     result: torch.Tensor = _ParameterNode.apply(  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ def record_routed(
     factors = routing.differentiable_weights
     if options["weighted"] and factors is not None:
         leaves.append(factors)
-        targets.append(Target("topk_weights"))
+        targets.append(GradientTarget("topk_weights"))
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     recorded = Recorded(engine, operation, weights, routing, tuple(targets), kinds, options)
     return _apply(recorded, y, x, leaves)

@@ -18,7 +18,7 @@ Wanted: TypeAlias = Mapping[str, Sequence[int]]
 """By the name of a stack, the places of the recorded tensors that need a gradient."""
 
 
-class Target(NamedTuple):
+class GradientTarget(NamedTuple):
     """The part of a layer that a tensor's gradient belongs to."""
 
     name: str  # lora_a, lora_b, bias, output_scales or topk_weights
@@ -35,7 +35,7 @@ class SlotParameter(NamedTuple):
     """
 
     tensor: torch.Tensor
-    target: Target
+    target: GradientTarget
 
 
 class SlotParameters:
@@ -46,10 +46,10 @@ class SlotParameters:
         self.targets = tuple(target for _, target in parameters)
         self.kinds = tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
         self.b_alone = b_alone(self.targets)
-        self.found: dict[Any, Any] = {}  # the cache of each `Recorded`
+        self.cache: dict[Any, Any] = {}  # of each `Recorded`
 
 
-def b_alone(targets: Sequence[Target]) -> bool:
+def b_alone(targets: Sequence[GradientTarget]) -> bool:
     """Return whether lora_b has a gradient and lora_a none, so that a node may keep h and not x."""
     names = {target.name for target in targets}
     return "lora_b" in names and "lora_a" not in names
@@ -63,11 +63,11 @@ class Recorded:
     operation: Operation
     weights: Any
     plan: Any  # or a routing
-    targets: tuple[Target, ...]  # of the tensors after x and base_output
+    targets: tuple[GradientTarget, ...]  # of the tensors after x and base_output
     leaves: tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each of them
     options: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[[], None] | None = None  # raises where a backward would compute something else
-    found: dict[Any, Any] = field(default_factory=dict)  # cache: derived from targets and leaves
+    cache: dict[Any, Any] = field(default_factory=dict)  # derived from targets and leaves
     anchors: Sequence[torch.Tensor] = ()  # tensors that lead autograd to the call's tensors
     counters: tuple[Any, ...] = field(init=False)  # of the plan's refills: they live as long
     refills: tuple[int, ...] = field(init=False)  # at the forward
@@ -126,35 +126,35 @@ class Recorded:
     def wants(self, needed: Sequence[bool]) -> Wanted:
         """Return the targets that need a gradient."""
         key = tuple(needed)
-        wanted: dict[str, list[int]] | None = self.found.get(key)
+        wanted: dict[str, list[int]] | None = self.cache.get(key)
         if wanted is None:
             wanted = {}
             for at, (target, is_needed) in enumerate(zip(self.targets, needed, strict=True)):
                 if is_needed:
                     wanted.setdefault(target.name, []).append(at)
-            self.found[key] = wanted
+            self.cache[key] = wanted
         return wanted
 
     def slots_of(self, wanted: Wanted) -> tuple[int, ...] | None:
         """Return the slots whose gradients are wanted, ascending; None: those of whole stacks."""
         key = "slots", *map(tuple, wanted.values())
-        if key not in self.found:
+        if key not in self.cache:
             slots = [self.targets[at].slot for places in wanted.values() for at in places]
             named = {slot for slot in slots if slot is not None}
-            self.found[key] = tuple(sorted(named)) or None
-        found: tuple[int, ...] | None = self.found[key]
-        return found
+            self.cache[key] = tuple(sorted(named)) or None
+        slots_of: tuple[int, ...] | None = self.cache[key]
+        return slots_of
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the widest dtype of the gradients of a stack: each is rounded to its own."""
-        dtype: torch.dtype | None = self.found.get(name)
+        dtype: torch.dtype | None = self.cache.get(name)
         if dtype is None:
             dtypes = (
                 leaf[1]
                 for leaf, target in zip(self.leaves, self.targets, strict=True)
                 if target.name == name
             )
-            dtype = self.found[name] = reduce(torch.promote_types, dtypes)
+            dtype = self.cache[name] = reduce(torch.promote_types, dtypes)
         return dtype
 
     def without_factors(self) -> Any:
@@ -217,10 +217,10 @@ def differentiates(operation: Operation, name: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def target_of(name: str) -> Target:
+def target_of(name: str) -> GradientTarget:
     """Return the target of a tensor by its name in `LayerWeights.tensors`."""
     stack, bracket, part = name.partition("[")
-    return Target(stack, None, int(part[:-1]) if bracket else None)
+    return GradientTarget(stack, None, int(part[:-1]) if bracket else None)
 
 
 def refills_of(plan: Any) -> tuple[int, ...]:

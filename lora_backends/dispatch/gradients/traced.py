@@ -164,8 +164,8 @@ def _layer(handle: int, tensors: list[torch.Tensor]) -> LoRAWeights:
     """Return a layer with the tensors that a program passes: the layer itself, if they are its."""
     layer: LoRAWeights = lookup(handle)
     names = list(layer.tensors)
-    own = layer.tensors.values()
-    if all(a.data_ptr() == b.data_ptr() for a, b in zip(own, tensors, strict=True)):
+    held = layer.tensors.values()
+    if all(a.data_ptr() == b.data_ptr() for a, b in zip(held, tensors, strict=True)):
         return layer
     # a program that changes a tensor in between passes copies
     changes: dict[str, Any] = {}

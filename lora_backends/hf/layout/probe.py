@@ -22,7 +22,7 @@ from lora_backends.hf.calls.running import IDLE, running
 from lora_backends.hf.layout.layout import InputForm, Layout, Order, Spread
 from lora_backends.hf.layout.sharded import gather_for
 from lora_backends.hf.layout.sites import ModuleSite
-from lora_backends.hf.layout.trial import LENGTH, SHARED, Trial, trial_of
+from lora_backends.hf.layout.trial import LENGTH, SHARED, TrialInputs, trial_of
 from lora_backends.hf.layout.twin import twin_of
 
 PAIR, BATCH = ("a", "d"), ("a", "b", "a", "a", "ac", "b")
@@ -53,7 +53,7 @@ class _Seen:
 
 
 def probe(
-    base: nn.Module, sites: Mapping[str, ModuleSite], trial: Trial | None = None
+    base: nn.Module, sites: Mapping[str, ModuleSite], trial: TrialInputs | None = None
 ) -> dict[str, Layout]:
     """Return the layout of the batch's rows in the input of every site, by path.
 
@@ -110,12 +110,14 @@ class _Passes:
         self.seen: dict[str, list[_Seen]] = defaultdict(list)  # path to inputs in the batch
         self.step_failure = ""  # why there is no decode step
         self._pairs: dict[str, list[torch.Tensor]] = defaultdict(list)  # and inputs in the pair
-        self._trial: Trial | None = None
+        self._trial: TrialInputs | None = None
         self._length: int | None = None  # tokens per row of the pass that runs
         self._is_step = False
 
     @torch.no_grad()
-    def run(self, base: nn.Module, sites: Mapping[str, ModuleSite], trial: Trial | None) -> None:
+    def run(
+        self, base: nn.Module, sites: Mapping[str, ModuleSite], trial: TrialInputs | None
+    ) -> None:
         """Run a model without its hooks, and in eval mode."""
         trial = self._trial = trial_of(base) if trial is None else trial
         twin, twins = twin_of(base)
@@ -130,7 +132,7 @@ class _Passes:
                 for handle in handles:
                     handle.remove()
 
-    def _run(self, twin: nn.Module, trial: Trial, rows: Sequence[str]) -> None:
+    def _run(self, twin: nn.Module, trial: TrialInputs, rows: Sequence[str]) -> None:
         self._length, self._is_step = trial.length, False
         output = twin(**trial.prompt(rows))
         self._length, self._is_step = None if trial.length is None else 1, True

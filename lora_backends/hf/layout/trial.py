@@ -31,7 +31,7 @@ FRAMES = 8
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialInputs:
     """The passes of one model.
 
     Its modules see tokens of text where `length` is not None: a flat axis may have all of them.
@@ -75,7 +75,7 @@ class Trial:
         return step
 
 
-def trial_of(base: nn.Module) -> Trial:
+def trial_of(base: nn.Module) -> TrialInputs:
     """Return the trial passes of a model.
 
     Raises:
@@ -94,7 +94,7 @@ def trial_of(base: nn.Module) -> Trial:
         values[main] = {row: ids[:LENGTH] for row, ids in tokens.items()}
         if not decodes:
             values["next input_ids"] = {row: ids[LENGTH:] for row, ids in tokens.items()}
-            return Trial(LENGTH, values, flags, parameters)
+            return TrialInputs(LENGTH, values, flags, parameters)
         eos = getattr(config, "eos_token_id", None)
         if isinstance(eos, int):  # a classifier reads the state of the last one
             values[main] = {
@@ -109,7 +109,7 @@ def trial_of(base: nn.Module) -> Trial:
             values["decoder_input_ids"] = {row: ids[:LENGTH] for row, ids in tokens.items()}
     if decodes:
         values["next decoder_input_ids"] = {row: ids[LENGTH:] for row, ids in tokens.items()}
-    return Trial(None, values, flags, parameters)
+    return TrialInputs(None, values, flags, parameters)
 
 
 def tried_input(base: nn.Module) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.hf.calls.running import IDLE, running
-from lora_backends.hf.layout.trial import Trial, trial_of
+from lora_backends.hf.layout.trial import TrialInputs, trial_of
 from lora_backends.hf.layout.twin import twin_of
 from lora_backends.hf.replacements.rows import ReplacedRows, Replacement, replace_rows
 
@@ -70,7 +70,7 @@ def reason_against(
 
 
 def _run(
-    base: nn.Module, trial: Trial, change: Callable[[str, nn.Module], None]
+    base: nn.Module, trial: TrialInputs, change: Callable[[str, nn.Module], None]
 ) -> dict[str, torch.Tensor]:
     """Return the floating outputs of a changed twin of a model."""
     twin, _ = twin_of(base)

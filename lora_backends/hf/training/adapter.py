@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lora_backends.adapters import AdapterPool, Checkpoint
-from lora_backends.dispatch.gradients.recorded import SlotParameter, SlotParameters, Target
+from lora_backends.dispatch.gradients.recorded import GradientTarget, SlotParameter, SlotParameters
 from lora_backends.errors import InvalidInputError, shown
 
 _version = operator.attrgetter("_version")
@@ -179,6 +179,6 @@ def _parameter(part: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> n
 
 def _targets(a: nn.Parameter, b: nn.Parameter, slot: int, index: int) -> tuple[SlotParameter, ...]:
     return (
-        SlotParameter(a, Target("lora_a", slot, index)),
-        SlotParameter(b, Target("lora_b", slot, index)),
+        SlotParameter(a, GradientTarget("lora_a", slot, index)),
+        SlotParameter(b, GradientTarget("lora_b", slot, index)),
     )

@@ -39,13 +39,13 @@ def adapter_losses(
     ).view(targets.shape)
     # Without a wait for the device: the counts of labels stay there.
     per_row = (targets != IGNORED).sum(1)
-    found = {}
+    means = {}
     for name, at in rows.items():
-        own = torch.tensor(at, device=logits.device)
-        count = per_row[own].sum() if counts is None else torch.as_tensor(counts[name])
+        in_rows = torch.tensor(at, device=logits.device)
+        count = per_row[in_rows].sum() if counts is None else torch.as_tensor(counts[name])
         count = count.to(losses)
-        found[name] = losses[own].sum() / torch.where(count > 0, count, 1)
-    return found
+        means[name] = losses[in_rows].sum() / torch.where(count > 0, count, 1)
+    return means
 
 
 def label_counts(labels: torch.Tensor, adapters: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -117,15 +117,15 @@ class TrainingCall(Request):
             ids = x.flatten().contiguous()
             return self._added("run_embedding", ids, weights, plan, output, parameters)
         plan = self.plan(x.shape[:-1], layout, paths)
-        own = x if self._dropout is None else self._dropout.of(x, plan)
-        if own is x and is_product(module, x, output):
+        dropped = x if self._dropout is None else self._dropout.of(x, plan)
+        if dropped is x and is_product(module, x, output):
             # Its graph is dropped: the backward through the weight is a part of the node.
             # nothing else has used `output` yet
             y, weight = output.data.contiguous(), cast(nn.Linear, module).weight
             return self._run("run_linear", x, weights, plan, y, parameters, weight)
         if torch.is_autocast_enabled(x.device.type):
-            own = own.to(weights.compute_dtype)
-        return self._added("run_linear", own, weights, plan, output, parameters)
+            dropped = dropped.to(weights.compute_dtype)
+        return self._added("run_linear", dropped, weights, plan, output, parameters)
 
     def multiply(
         self,
@@ -183,14 +183,14 @@ class TrainingCall(Request):
         if not self._trained:
             return SlotParameters(())
         kept, key = self._trained[0].of_batches, (tuple(paths), joined)
-        adapters, found = kept.get(key, (None, None))
-        if found is None or adapters != self._trained:
+        adapters, parameters = kept.get(key, (None, None))
+        if parameters is None or adapters != self._trained:
             sources = [each.joined if joined else each.alone for each in self._trained]
-            found = SlotParameters(
+            parameters = SlotParameters(
                 [p for source in sources for path in paths for p in source.get(path, ())]
             )
-            kept[key] = list(self._trained), found
-        return found
+            kept[key] = list(self._trained), parameters
+        return parameters
 
     def _added(
         self,

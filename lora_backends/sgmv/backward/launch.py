@@ -20,7 +20,7 @@ from lora_backends.sgmv.backward.kernels.operands import (
     OuterSizes,
     PieceSizes,
     PlaneSizes,
-    SumSizes,
+    RowSumSizes,
 )
 from lora_backends.sgmv.launch import Options, Stacks, stacks_of
 from lora_backends.sgmv.launching.kernel import (
@@ -354,7 +354,7 @@ def _outer_kernel(
 
 
 def _launch_outer(
-    found: Outer,
+    outer: Outer,
     h: torch.Tensor,
     by_place: bool,
     right: torch.Tensor,
@@ -366,11 +366,11 @@ def _launch_outer(
     if not out.numel():
         return
     stacks = stacks_of(weights)
-    pieces = wanted.pieces(plan, right.shape[0], found.tiles.piece, by_place)
+    pieces = wanted.pieces(plan, right.shape[0], outer.tiles.piece, by_place)
     scales = stacks.scalings if plan.token_scales is None else plan.token_scales
     tensors = h, right, stacks.ranks, stacks.scalings, scales
     strides = *h.stride()[:2], right.stride(0)
-    _launch_pieces(found.kernel(pieces), tensors, strides, plan, wanted, pieces, out)
+    _launch_pieces(outer.kernel(pieces), tensors, strides, plan, wanted, pieces, out)
 
 
 def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Tensor) -> None:
@@ -412,7 +412,7 @@ def _launch_pieces(
 
 
 def _sum_kernel(columns: int, pieces: PieceSizes) -> SpecializedKernel:
-    sizes = SumSizes(columns, BLOCK_T=32, BLOCK_C=rules.SUM_COLUMNS, INTERPRETED=INTERPRETED)
+    sizes = RowSumSizes(columns, BLOCK_T=32, BLOCK_C=rules.SUM_COLUMNS, INTERPRETED=INTERPRETED)
     programs = -(-columns // sizes.BLOCK_C)
     return specialized(sums.sum_kernel, programs, num_stages=3, PIECES=pieces, SIZES=sizes)
 

@@ -34,19 +34,19 @@ def slots_on(device: torch.device, slots: Sequence[int]) -> torch.Tensor:
         # outside of it; those sent earlier have arrived, because torch waits for the device before
         # it captures.
         return _written(device, key[1]) if kept is None else kept
-    found = _sent.get(key)
-    if found is None:
+    sent = _sent.get(key)
+    if sent is None:
         if len(_sent) >= MOST_LISTS:
             _sent.clear()
         # Memory comes from the default stream: on another stream torch may allocate from the pool
         # of a graph, which has to be free after it.
-        found = _sent[key] = _send(device, key[1])
-    if found.event is not None:
+        sent = _sent[key] = _send(device, key[1])
+    if sent.event is not None:
         stream = torch.cuda.current_stream(device)
         if stream != torch.cuda.default_stream(device):
-            stream.wait_event(found.event)
-            found.slots.record_stream(stream)
-    return found.slots
+            stream.wait_event(sent.event)
+            sent.slots.record_stream(stream)
+    return sent.slots
 
 
 def _send(device: torch.device, slots: tuple[int, ...]) -> _Sent:

@@ -38,7 +38,7 @@ _COLUMNS = 128  # of a result, per program
 _SUMMED = 1024  # columns of dx that a program sums over the pairs of a token
 
 
-class Columns(NamedTuple):
+class SiteColumns(NamedTuple):
     """The columns that each A of a site belongs to."""
 
     starts: tuple[int, ...]
@@ -79,7 +79,7 @@ class Backward:
         if out.lora_a is not None:
             a = out.lora_a  # [slots, experts or 1, num_a, max_rank, in_features]
             assert self.x is not None
-            of_x = Columns((0,), (self.weights.in_features,))
+            of_x = SiteColumns((0,), (self.weights.in_features,))
             self._write_outer(self.u, self.x, self._x_strides, of_x, a, a.stride(), slots)
         if out.lora_b is not None:
             b = out.lora_b  # [slots, experts or 1, out_features, max_rank]
@@ -95,7 +95,7 @@ class Backward:
         assert self.x is not None
         strides = strides_of(a, 5)
         of_scales = (0,) * 5 if scales is None else strides_of(scales, 5)
-        columns = Columns((0,), (self.weights.in_features,), first_groups=(0,))
+        columns = SiteColumns((0,), (self.weights.in_features,), first_groups=(0,))
         return self._products(
             self.x, self._x_strides, a, strides, scales, of_scales, columns, is_b=False
         )
@@ -153,16 +153,16 @@ class Backward:
         row, *pair = self.grad.stride()[:-1]
         return row, pair[0] if pair else 0
 
-    def _columns(self, apart: bool) -> Columns:
+    def _columns(self, apart: bool) -> SiteColumns:
         """Return the columns of y of each A; `apart`: of each slice, though one A feeds all."""
         weights = self.weights
         widths = weights.output_slices
         if weights.num_a == 1 and not apart:
-            return Columns((0,), (weights.out_features,))
+            return SiteColumns((0,), (weights.out_features,))
         groups = starts_of(b_row_groups(widths, weights.scale_block))
         if weights.interleaved:
-            return Columns(tuple(range(len(widths))), widths, len(widths), groups)
-        return Columns(starts_of(widths), widths, 1, groups)
+            return SiteColumns(tuple(range(len(widths))), widths, len(widths), groups)
+        return SiteColumns(starts_of(widths), widths, 1, groups)
 
     def _products(
         self,
@@ -172,7 +172,7 @@ class Backward:
         strides: tuple[int, ...],
         scales: torch.Tensor | None,
         scale_strides: tuple[int, ...],
-        columns: Columns,
+        columns: SiteColumns,
         is_b: bool,
     ) -> torch.Tensor:
         weights, routing = self.weights, self.routing
@@ -199,7 +199,7 @@ class Backward:
         else:
             shape = routing.num_pairs, weights.in_features
             of_pairs = torch.empty(shape, dtype=torch.float32, device=dx.device)
-        columns = Columns((0,), (weights.in_features,))
+        columns = SiteColumns((0,), (weights.in_features,))
         has_factors = factors is not None
         kernel = self._kernel(kernels.dx_kernel, columns, a.dtype, False, has_factors=has_factors)
         ranks = weights.ranks.contiguous()
@@ -224,7 +224,7 @@ class Backward:
         left: torch.Tensor,
         right: torch.Tensor,
         right_strides: tuple[int, int],
-        columns: Columns,
+        columns: SiteColumns,
         out: torch.Tensor,
         out_strides: tuple[int, ...],
         slots: Sequence[int] | None,
@@ -253,10 +253,10 @@ class Backward:
         kernel.launch(out.shape[0] * out.shape[1], Arguments(tensors, (), numbers))
 
     def _kernel(
-        self, kernel: Any, columns: Columns, dtype: torch.dtype, mixed: bool, **constants: bool
+        self, kernel: Any, columns: SiteColumns, dtype: torch.dtype, mixed: bool, **constants: bool
     ) -> SpecializedKernel:
         weights = self.weights
-        site = Site(
+        site = BackwardSite(
             weights.num_a,
             weights.max_rank,
             self.routing.top_k,
@@ -270,7 +270,7 @@ class Backward:
         )
 
 
-class Site(NamedTuple):
+class BackwardSite(NamedTuple):
     """The constants of a site and a routing that kernels of its backward depend on."""
 
     num_a: int
@@ -285,8 +285,8 @@ class Site(NamedTuple):
 @lru_cache(maxsize=4096)
 def kernel_of(
     kernel: Any,
-    site: Site,
-    columns: Columns,
+    site: BackwardSite,
+    columns: SiteColumns,
     item_bytes: int,
     mixed: bool,
     precision: str,

@@ -143,13 +143,13 @@ def sort_pairs(
     mapped = topk_ids if expert_map is None else expert_map  # not read without a map
     inputs = (topk_ids, topk_weights, mapped, plan.token_slots())
     kept = (routing.topk_ids, routing.topk_weights)
-    found = (routing.order, routing.tiles, routing.singles, routing.count)
+    results = (routing.order, routing.tiles, routing.singles, routing.count)
     strides = (*topk_ids.stride(), *topk_weights.stride(), mapped.shape[0])
     shape = (routing.top_k, routing.num_experts, expert_map is not None)
     cut = routing.shape.tile, routing.shape.has_singles
     if pairs <= MOST_COMPARED:
         kernel = _compare(pairs, *shape, cut, programmatic)
-        arguments = Arguments((*inputs, *kept, *found, *routing.scratch), (), (pairs, *strides))
+        arguments = Arguments((*inputs, *kept, *results, *routing.scratch), (), (pairs, *strides))
         kernel.launch(-(-pairs // kernel.sizes.OWN), arguments)
         return
     keys, nths, counts, turn = routing.scratch
@@ -158,7 +158,7 @@ def sort_pairs(
     numbers = (pairs, num_keys, *strides)
     count.launch(programs, Arguments((*inputs, *kept, *routing.scratch), (), numbers))
     scatter = _scatter(routing.num_experts, cut, num_keys, pairs, programmatic)
-    arguments = Arguments((keys, nths, counts, turn, *found), (), (pairs, num_keys))
+    arguments = Arguments((keys, nths, counts, turn, *results), (), (pairs, num_keys))
     scatter.launch(programs, arguments)
 
 

@@ -51,8 +51,8 @@ def expand_tile(h, b, b_tma, y, rows, columns, S: tl.constexpr):
     # with 16 planes.
     plane = S.NUM_SLICES * h.rows.to(tl.int64) * h.stride_t
     if S.SLICE_ALIGN > 0:
-        own, slot_stride, b_stride = slice_entry(b.slices, s, True, S.SLICE_ALIGN)
-        b_slot = b.ptr + own + slot * slot_stride
+        distance, slot_stride, b_stride = slice_entry(b.slices, s, True, S.SLICE_ALIGN)
+        b_slot = b.ptr + distance + slot * slot_stride
     else:
         b_slot, b_stride = b.ptr + slot * b.stride_l, b.stride_c
     bias = y.bias + slot * y.bias_stride_l
@@ -76,7 +76,7 @@ def expand_tile(h, b, b_tma, y, rows, columns, S: tl.constexpr):
         _expand_rows(tile, h_slice, h.stride_t, y, rows, S)
     elif S.STAGES > 1:
         if S.SLICE_ALIGN > 0:
-            b_row = ((own + slot * slot_stride) // b_stride).to(tl.int32)
+            b_row = ((distance + slot * slot_stride) // b_stride).to(tl.int32)
         else:
             b_row = (slot * (b.stride_l // b.stride_c)).to(tl.int32)
         expand_tma(tile, b_tma, b_row, S)

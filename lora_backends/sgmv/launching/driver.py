@@ -173,11 +173,11 @@ def driver_kernel(
 
 def _widths(driver: Driver, function: int) -> list[int]:
     """Return the bytes of each parameter of a kernel."""
-    found: list[int] = []
+    widths: list[int] = []
     offset, width = c_size_t(), c_size_t()
-    while not driver.parameter(function, len(found), byref(offset), byref(width)):
-        found.append(width.value)
-    return found
+    while not driver.parameter(function, len(widths), byref(offset), byref(width)):
+        widths.append(width.value)
+    return widths
 
 
 def _refusal(status: int) -> str:

@@ -147,7 +147,7 @@ class SpecializedKernel:
         values = [*pointers, *descriptors, *numbers, *self._values]
         grid, axis = self._grid(1), self._axis
         driver = None
-        if tensors[0].is_cuda and all(found is None for found in descriptors):
+        if tensors[0].is_cuda and all(each is None for each in descriptors):
             taken = _without_constants(
                 self.kernel.params[len(tensors) + len(descriptors) :], numbers
             )

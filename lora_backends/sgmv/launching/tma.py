@@ -77,8 +77,8 @@ class _Address:
         return self.address
 
 
-def without_tensor(found: Any) -> Any:
+def without_tensor(located: Any) -> Any:
     """Return a descriptor that holds B's address instead of B, so that it keeps no memory alive."""
-    if found is None:
+    if located is None:
         return None
-    return replace(found, base=_Address(found.base.data_ptr(), found.base.dtype))
+    return replace(located, base=_Address(located.base.data_ptr(), located.base.dtype))

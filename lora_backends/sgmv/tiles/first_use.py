@@ -169,9 +169,9 @@ class _FirstUse:
         return known or self.tables.choose_tiles(batch, layer)
 
     def _known(self, batch: BatchShape, layer: LayerShape) -> TileConfig | None:
-        own = self.tables.measured(batch, layer)
-        if own is not None:
-            return own
+        measured = self.tables.measured(batch, layer)
+        if measured is not None:
+            return measured
         kind = layer, batch.tile_tokens
         alike = [each for each in self.entries.values() if (each.layer, each.tile_tokens) == kind]
         near: Entry | None = nearest(alike, batch.num_tokens, batch.active_slots)
@@ -194,7 +194,7 @@ class _FirstUse:
         try:
             with _apart(self.device):
                 lab, gpu = self.lab_of(batch, layer), gpu_of(self.device)
-                found, entry = search_entry(batch, layer, gpu, self.tables, lab, self.now, end)
+                result, entry = search_entry(batch, layer, gpu, self.tables, lab, self.now, end)
         except (RulesFail, torch.cuda.OutOfMemoryError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             _say(f"  not tuned: {first}")
@@ -202,7 +202,7 @@ class _FirstUse:
         finally:
             self.left -= self.now() - began
         times = f"rules {entry.rules_us:.2f} us -> {entry.tuned_us:.2f} us"
-        _say(f"  {times}, {found.tried} sizes timed")
+        _say(f"  {times}, {result.tried} sizes timed")
         if self._share() < LEAST_SECONDS:
             _say(f"the time to tune is used up; results are in {self.path}")
         self._add(entry)

@@ -195,10 +195,10 @@ def _no_number(constant: str) -> None:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    by_key = dict(pairs)
+    if len(by_key) < len(pairs):
         raise StrictError("an object repeats a key")
-    return found
+    return by_key
 
 
 def _check_owner(table: TileTable, backend: str, device: torch.device | str) -> None:
