@@ -93,11 +93,7 @@ DENSE = MappingProxyType({name: each for name, each in BY_NAME.items() if each.i
 
 
 def find_operation(name: str) -> Operation:
-    """Return the operation on dense layers that has a name.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
+    """Return the operation on dense layers that has a name; InvalidInputError if none has."""
     if name not in DENSE:
         raise InvalidInputError(
             f"no operation of a dense layer named {name!r}{did_you_mean(name, DENSE)}\n"

@@ -73,11 +73,7 @@ class _Result(_Section):
 
 
 def check_cells(result: dict[str, Any], path: Path) -> None:
-    """Check that a result holds cells of `lora-backends bench`, whole ones.
-
-    Raises:
-        InvalidInputError: it does not; the error names the missing and the wrong values.
-    """
+    """Raise InvalidInputError unless a result holds whole cells of `lora-backends bench`."""
     try:
         TypeAdapter(_Result).validate_python(result)
     except ValidationError as error:

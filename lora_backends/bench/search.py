@@ -73,11 +73,7 @@ def search_entry(
     now: Callable[[], float],
     end: float,
 ) -> tuple[Found, Entry]:
-    """Run `search` for a layer and a batch until `end`; return its result, and the table's entry.
-
-    Raises:
-        RulesFail: as `search`.
-    """
+    """Run `search` for a layer and a batch until `end`; return its result and the entry."""
     result = search(
         choose_tiles(batch, layer, gpu),
         in_use.choose_tiles(batch, layer),

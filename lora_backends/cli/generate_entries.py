@@ -15,11 +15,7 @@ ALLOWED = 'an adapter\'s name, "NAME:STRENGTH+NAME:STRENGTH", or a table of name
 
 
 def checked(value: Any) -> Any:
-    """Return a prompt's adapter as a configuration has it.
-
-    Raises:
-        ValueError: it is no name and no table of names to strengths.
-    """
+    """Return a prompt's adapter as a configuration has it; ValueError unless a name or a table."""
     if isinstance(value, Mapping):
         wrong = [name for name, strength in value.items() if not _is_strength(strength)]
         if wrong or not value:

@@ -52,11 +52,7 @@ def as_path(path: object, meaning: str) -> Path:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of thing at a path, "a file" or "a folder" for instance, or None for nothing.
-
-    Raises:
-        InvalidInputError: the system does not tell, e.g. because a permission is missing.
-    """
+    """Return what is at a path, "a file" for instance, or None; refuse what is hidden."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -120,11 +116,7 @@ def read_bytes(path: Path, limit: int, too_large: TooLarge) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a small UTF-8 file, e.g. of settings.
-
-    Raises:
-        InvalidInputError: as `read_bytes`, or it is not UTF-8.
-    """
+    """Return the content of a small UTF-8 file, e.g. of settings, as `read_bytes` does."""
     content = read_bytes(path, TEXT_BYTES, _no_settings)
     try:
         return content.decode("utf-8")

@@ -87,11 +87,7 @@ class CsgmvPlan(SgmvPlan):
         return *layout.run_tables(self.packed, first, size, self.max_segments), starts
 
     def fill(self, batch: LoRABatch, counted: Counted, segment_size: int, group_size: int) -> None:
-        """Cut a batch into segments; the copy of the tables to the device is under way.
-
-        Raises:
-            InvalidInputError: a captured graph cannot follow the batch.
-        """
+        """Cut a batch into segments; the copy of the tables to the device is under way."""
         if batch.token_scales is not None:
             self.refuse_scales_of_captured()
         if self.may_cut_anew():

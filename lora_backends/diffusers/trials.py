@@ -60,11 +60,7 @@ class DenoiserTrial(TrialInputs):
 
 
 def unet_trial(denoiser: nn.Module) -> DenoiserTrial:
-    """Return the trial of a `UNet2DConditionModel` (Stable Diffusion, SDXL).
-
-    Raises:
-        UnsupportedInputError: the UNet takes inputs that text-to-image pipelines do not give.
-    """
+    """Return the trial of a `UNet2DConditionModel` whose inputs text-to-image pipelines give."""
     config = _config(denoiser)
     _refuse_options(
         denoiser,

@@ -148,11 +148,7 @@ def _differentiates_router(routing: Any, options: Mapping[str, Any]) -> bool:
 
 
 def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
-    """Return the routings that a refill for a plan of several adapters per token writes to.
-
-    Raises:
-        InvalidInputError: `out` is no routing of that number of adapters per token.
-    """
+    """Return the routings of `out`, which has as many adapters per token as the plan."""
     count = plan.adapters_per_token
     if not isinstance(out, ManyAdaptersRouting) or len(out.routings) != count:
         refused = f"a {type(out).__name__}"

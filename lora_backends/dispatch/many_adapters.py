@@ -141,11 +141,7 @@ def add_each(
 
 
 def refuse_output_scales(operation: str, weights: Any, plan: ManyAdaptersPlan) -> None:
-    """Refuse a layer with output_scales.
-
-    Raises:
-        UnsupportedInputError: it has some.
-    """
+    """Raise UnsupportedInputError for a layer with output_scales."""
     # else a column would be scaled once for each adapter
     if OUTPUT_SCALES in weights.needs:
         raise UnsupportedInputError(
@@ -156,11 +152,7 @@ def refuse_output_scales(operation: str, weights: Any, plan: ManyAdaptersPlan) -
 
 
 def refuse(operation: str, plan: ManyAdaptersPlan) -> None:
-    """Refuse an operation on h: a token would have one row per adapter.
-
-    Raises:
-        UnsupportedInputError: always.
-    """
+    """Raise UnsupportedInputError: on h, a token would have one row per adapter."""
     raise UnsupportedInputError(
         f"{operation} cannot run with several adapters per token, since h has one row per token\n"
         f"  given: a plan of {plan.adapters_per_token} adapters per token\n"

@@ -187,11 +187,7 @@ def _forward_as(kind: type[nn.Module]) -> Any:
 
 
 def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
-    """Return the entries of rows, which are given under this library's name or under PEFT's.
-
-    Raises:
-        InvalidInputError: neither is given, or both are.
-    """
+    """Return the entries of rows, which are given under this library's name or under PEFT's."""
     if (adapters is None) is (adapter_names is None):
         raise InvalidInputError(
             f"{'no adapters are' if adapters is None else 'adapters and adapter_names are both'} "

@@ -128,11 +128,7 @@ class WrappedModel:
         return sites | {path: site.module for path, site in self.experts.items()}
 
     def check_attached(self) -> None:
-        """Refuse a model that was detached, or lacks modules that it had.
-
-        Raises:
-            InvalidInputError: it is such a model.
-        """
+        """Raise InvalidInputError for a model that was detached, or lacks modules that it had."""
         self.hooked.check()
         self.structure.check_modules()
 

@@ -120,11 +120,7 @@ class Layers:
         return Layers, ()  # addresses mean nothing to a copy
 
     def locate(self, weights: Weights) -> LocatedLayer:
-        """Return where the weights lie now.
-
-        Raises:
-            InvalidInputError: a mode of torch is active under which new tensors have no memory.
-        """
+        """Return where the weights lie now."""
         if torch._C._len_torch_dispatch_stack():  # inlined: every call of a layer runs this
             require_memory()
         addresses = weights.footprint.addresses

@@ -114,11 +114,7 @@ class Card:
 
 
 def find_card(name: str) -> Card:
-    """Return a card of the package's table, by its name in any case, with or without "NVIDIA".
-
-    Raises:
-        InvalidInputError: the table lacks this card.
-    """
+    """Return a card of the package's table, by its name in any case, with or without "NVIDIA"."""
     cards = _cards()
     wanted = {known.lower().removeprefix("nvidia "): known for known in cards}
     key = wanted.get(name.lower().removeprefix("nvidia "))
@@ -132,11 +128,7 @@ def find_card(name: str) -> Card:
 
 
 def read_card(path: Path, memory_bytes: int) -> Card:
-    """Return a card from a result of `lora-backends bench`, which does not state its memory.
-
-    Raises:
-        InvalidInputError: there is no such file, or it has no time of `run_linear`.
-    """
+    """Return a card from a result of `lora-backends bench`, which does not state its memory."""
     # imported here: pydantic takes longer to import than the rest of this module
     from lora_backends.bench import read_result
     from lora_backends.bench.schema import check_cells
@@ -147,11 +139,7 @@ def read_card(path: Path, memory_bytes: int) -> Card:
 
 
 def card_of(result: Mapping[str, Any], memory_bytes: int, source: str) -> Card:
-    """Return a card from a benchmark result, with the fastest contender of each cell.
-
-    Raises:
-        InvalidInputError: the result has no time of `run_linear`.
-    """
+    """Return a card from a benchmark result of `run_linear`, by each cell's fastest contender."""
     cells = []
     for row in result["rows"]:
         efficiencies = [t["efficiency"] for t in row["results"].values() if "efficiency" in t]

@@ -131,11 +131,7 @@ def reasons_of(name: str, engine: type[LoRABackend], device: torch.device) -> li
 
 
 def auto_priority(name: str, engine: type[LoRABackend], device: torch.device) -> int | None:
-    """Return a backend's priority for "auto" on a device; None if it never takes part there.
-
-    Raises:
-        BackendUnavailableError: its `auto_priority` does not map types of device to ints.
-    """
+    """Return a backend's priority for "auto" on a device; None if it never takes part there."""
     with plugin_code(f"{name}.auto_priority cannot be read"):
         priorities: Any = dict(engine.auto_priority)
         priority = priorities.get(device.type)

@@ -37,11 +37,7 @@ _KINDS: Sequence[tuple[type, Any]] = (
 
 
 def marked(value: Any, entry: Any) -> Any:
-    """Return an equal input that carries the adapter of its row.
-
-    Raises:
-        UnsupportedInputError: the input is no str, list, tuple or dict.
-    """
+    """Return an equal str, list, tuple or dict that carries the adapter of its row."""
     for kind, of_kind in _KINDS:
         if isinstance(value, kind):
             made = of_kind(value)

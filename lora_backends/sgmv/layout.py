@@ -166,11 +166,7 @@ class SgmvPlan(CachingPlan):
         return self.tile_tokens == 0 or (self.has_room and not self.is_captured)
 
     def refuse_scales_of_captured(self) -> None:
-        """Refuse token_scales that captured kernels would not read.
-
-        Raises:
-            InvalidInputError: a graph captured the plan while it had no token_scales.
-        """
+        """Raise InvalidInputError where captured kernels would not read token_scales."""
         if self.is_captured and self.token_scales is None:
             raise InvalidInputError(
                 "a CUDA graph captured the plan without token_scales, which it would not read\n"

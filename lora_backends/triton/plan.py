@@ -64,11 +64,7 @@ class TritonPlan(SgmvPlan):
         return *layout.run_tables(self.packed, first, self.tile_tokens, self.max_tiles), ABSENT
 
     def fill(self, batch: LoRABatch, counted: Counted, tile_tokens: int) -> None:
-        """Cut a batch into tiles; the copy of the tables to the device is under way.
-
-        Raises:
-            InvalidInputError: a captured graph cannot follow the batch.
-        """
+        """Cut a batch into tiles; the copy of the tables to the device is under way."""
         if batch.token_scales is not None:
             self.refuse_scales_of_captured()
         if self.may_cut_anew():

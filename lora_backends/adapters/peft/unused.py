@@ -20,12 +20,9 @@ def without_unused(
     own: OwnModules,
     unused: Callable[[str], str | None],
 ) -> tuple[dict[str, dict[str, Tensor]], OwnModules]:
-    """Leave out the modules that the base model lacks and does not need, with a warning.
+    """Leave out modules that the base model lacks and does not need, with a warning, unless all.
 
     `groups` are the LoRA tensors by path of the module; `unused` is `ReadOptions.unused`.
-
-    Raises:
-        InvalidInputError: nothing is left.
     """
     owners = {name.rpartition(".")[0] for name in own.parameters}
     reasons = {name: reason for name in {*groups, *owners} if (reason := unused(name))}

@@ -54,11 +54,7 @@ class ExpertStacks:
         return sum(map(bytes_in, self._stacks.values()))
 
     def stage(self, delta: ExpertDelta) -> StagedExperts:
-        """Return a delta in the dtype of the stacks, on their device.
-
-        Raises:
-            InvalidInputError: it does not fit the base model or the stacks, or overflows.
-        """
+        """Return a delta that fits the stacks, in their dtype, on their device, or refuse it."""
         self._check_fits(delta)
         device, dtype, eight_bit = self._format.device, self._format.dtype, self._format.eight_bit
         if eight_bit is None:

@@ -25,11 +25,7 @@ class SlotStreams:
         self._untracked: set[int] = set()  # slots that streams may read that nothing here names
 
     def check_not_capturing(self, name: str) -> None:
-        """Refuse to write a slot where a graph would write it, again at every replay; no lock.
-
-        Raises:
-            InvalidInputError: the current stream is being captured.
-        """
+        """Raise InvalidInputError if the current stream is captured; no lock."""
         if torch.cuda.is_current_stream_capturing():
             raise InvalidInputError(
                 f"adapter {name!r} cannot be loaded, updated or unloaded while a CUDA graph is "

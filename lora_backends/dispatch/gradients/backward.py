@@ -87,11 +87,7 @@ def run_backward(
 
 
 def _readable(grad: torch.Tensor, rows: bool) -> torch.Tensor:
-    """Return a gradient in memory as kernels read it; one of h is contiguous.
-
-    Raises:
-        UnsupportedInputError: a transform of torch holds it, as vmap does with is_grads_batched.
-    """
+    """Return a gradient in memory as kernels read it; one of h is contiguous."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
     if not has_memory(grad):

@@ -77,12 +77,7 @@ class Recorded:
         self.refills = refills_of(self.plan)
 
     def check_plan(self) -> None:
-        """Refuse a backward by tables of another batch.
-
-        Raises:
-            InvalidInputError: the plan, or the routing, was refilled after the forward; or as
-                `check`.
-        """
+        """Raise InvalidInputError if the plan was refilled after the forward, or as `check`."""
         if self.check is not None:
             self.check()
         if self.refills != refills_of(self.plan):

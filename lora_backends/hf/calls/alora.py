@@ -69,12 +69,9 @@ def invoked(
 def invocation_in(
     entry: Entry, slots: Mapping[str, int], pool: AdapterPool, ids: Sequence[int]
 ) -> int | None:
-    """Return the position in a request's prompt from which its entry applies; `ids` are its tokens.
+    """Return the position in a request's prompt from which its entry, no blend of aLoRA, applies.
 
     It is 0 for plain LoRA; for an aLoRA, the start of the last invocation, or None without one.
-
-    Raises:
-        UnsupportedInputError: a blend that includes an aLoRA.
     """
     invocations = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
     for name, invocation in invocations.items():

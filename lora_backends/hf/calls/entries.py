@@ -26,11 +26,7 @@ MOST = torch.finfo(torch.float32).max
 
 
 def adapter_names(adapters: Sequence[RowAdapters]) -> set[str]:
-    """Return the distinct names in `adapters`.
-
-    Raises:
-        InvalidInputError: `adapters` is not one entry per row, or an entry is wrong.
-    """
+    """Return the distinct names in `adapters`; InvalidInputError unless one right entry per row."""
     if isinstance(adapters, str) or not isinstance(adapters, Sequence):
         raise InvalidInputError(
             f"adapters is {adapters!r}\n  allowed: a list with one adapter name or None per row, "

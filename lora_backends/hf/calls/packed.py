@@ -35,11 +35,7 @@ class PackedModules:
     of_logits: frozenset[str]  # those whose logits are asked for
 
     def check_adapters(self, pool: AdapterPool, slots: Mapping[str, int]) -> None:
-        """Refuse adapters of modules that see anything else.
-
-        Raises:
-            UnsupportedInputError: there are some.
-        """
+        """Raise UnsupportedInputError for adapters of modules that see anything else."""
         for name, slot in slots.items():
             if pool.own_modules(slot).keys() - {""}:  # "" is an invocation, no module
                 raise UnsupportedInputError(
@@ -133,11 +129,7 @@ class RequestsCall(ModelCall):
         self._kept: torch.Tensor | None = None  # positions whose logits are asked for
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
-        """Note which adapter every token of the forward pass uses.
-
-        Raises:
-            InvalidInputError: the tokens are not those of the requests.
-        """
+        """Note which adapter every token of the forward pass uses; refuse tokens of no request."""
         pool = self._wrapped.pool  # its stacks may have grown since the last pass
         self.stacks, self.shared, self.experts = pool.active
         packed = self._batch()
@@ -159,11 +151,7 @@ class RequestsCall(ModelCall):
         self._logits.forget()
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
-        """Return the plan for an input of `shape`, without its last axis.
-
-        Raises:
-            UnsupportedInputError: an input with other positions than the tokens.
-        """
+        """Return the plan for an input of `shape`, without its last axis; positions are tokens."""
         wanted = self._kept if paths[0] in self._packed.of_logits else None
         # `logits_to_keep` may be on the GPU, the slots are on the CPU.
         slots = self._slots if wanted is None else self._slots[wanted.to("cpu")]

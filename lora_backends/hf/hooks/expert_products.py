@@ -144,11 +144,7 @@ if hasattr(moe, "_grouped_linear"):
 
 
 def forward_of(path: str, module: Experts) -> Forward:
-    """Return the function that follows the implementation a module's configuration names now.
-
-    Raises:
-        UnsupportedInputError: there is none.
-    """
+    """Return the function for the implementation that a module's configuration names now."""
     name = module.config._experts_implementation
     forward = FORWARDS.get("eager" if name is None else name)
     if forward is None:

@@ -226,11 +226,7 @@ def experts_forward(served: Served, site: ExpertSite) -> Callable[..., torch.Ten
 
 
 def refuse_training(call: ModelCall, paths: Sequence[str]) -> None:
-    """Refuse a call that trains adapters if one of its batch adapts experts or a router.
-
-    Raises:
-        UnsupportedInputError: one does.
-    """
+    """Raise UnsupportedInputError if a trained adapter of the batch adapts experts or a router."""
     if call.touches(paths):
         raise UnsupportedInputError(
             f"an adapter of a batch that is trained adapts {' and '.join(paths)}, whose LoRA has "

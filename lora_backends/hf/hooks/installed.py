@@ -70,11 +70,7 @@ class Hooked:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the model attached while the block runs.
-
-        Raises:
-            InvalidInputError: as `check`.
-        """
+        """Keep the model attached while the block runs."""
         # An object per block, since one thread may be in several.
         user = object()
         try:
@@ -86,11 +82,7 @@ class Hooked:
             self._users.discard(user)  # one step: an interrupt leaves nothing in use
 
     def check(self) -> None:
-        """Refuse a model that was detached.
-
-        Raises:
-            InvalidInputError: `close` was called.
-        """
+        """Raise InvalidInputError for a model that was detached."""
         if self._closed:
             raise InvalidInputError(
                 "this MultiLoRAModel was detached from its base model\n"
@@ -98,11 +90,7 @@ class Hooked:
             )
 
     def close(self) -> None:
-        """Refuse every later use of the hooks.
-
-        Raises:
-            InvalidInputError: the hooks are in use. Nothing has changed.
-        """
+        """Refuse every later use of the hooks; InvalidInputError while they are in use."""
         with self._lock:
             if self._users:
                 raise InvalidInputError(
@@ -127,11 +115,7 @@ class Hooked:
         return sum([group.are_joined() for group in self.groups])
 
     def check_unmoved(self, groups: int) -> None:
-        """Refuse the results of compiled programs if weights of a group were moved meanwhile.
-
-        Raises:
-            InvalidInputError: fewer are joined now than `groups`, before the programs ran.
-        """
+        """Raise InvalidInputError if fewer groups are joined than before compiled programs ran."""
         if self.drop_moved() != groups:
             raise InvalidInputError(
                 "weights of the base model were moved or replaced, and a compiled program may have "

@@ -177,11 +177,7 @@ def adder(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
 
 
 def rows_and_length(inputs: Mapping[str, Any], main_input: str) -> tuple[int, int]:
-    """Return the rows and the tokens per row that a forward pass is given.
-
-    Raises:
-        InvalidInputError: there are none.
-    """
+    """Return the rows and the tokens per row that a forward pass is given, or refuse it."""
     for key in (
         "decoder_input_ids",
         "decoder_inputs_embeds",

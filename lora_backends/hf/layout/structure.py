@@ -48,11 +48,7 @@ class Structure:
         self._form = _form(self._parameters.get(self._name))
 
     def check_modules(self) -> None:
-        """Refuse a model that lacks modules it had.
-
-        Raises:
-            InvalidInputError: a module was replaced or removed.
-        """
+        """Raise InvalidInputError if a module was replaced or removed."""
         if self._holders != self._children:  # modules compare by identity
             self._refuse_replaced()
 

@@ -23,11 +23,7 @@ from lora_backends.hf.layout.sites import token_embedding_of
 
 
 def check_promises(base: nn.Module, checkpoint: Checkpoint) -> None:
-    """Compare saved modules, rows of tokens and biases with the base model's modules.
-
-    Raises:
-        InvalidInputError: the file lacks some of them; the message names each.
-    """
+    """Raise InvalidInputError if saved modules, rows of tokens or biases are not in the file."""
     modules = dict(base.named_modules())
     missing = [
         *_saved(checkpoint, modules),

@@ -40,11 +40,7 @@ class ReplacedRows:
 def replaced_rows(
     pool: AdapterPool, slots: Mapping[str, int], choices: Choices
 ) -> dict[str, ReplacedRows]:
-    """Return the replacements of modules for the rows of a call, by path.
-
-    Raises:
-        UnsupportedInputError: a blend or a strength of an adapter with modules of its own.
-    """
+    """Return the replacements of modules for the rows of a call, by path; refuse blends of them."""
     numbers = {number for row in choices.rows for number in row}
     by_path: dict[str, dict[int, Replacement]] = {}
     for name, slot in slots.items():
@@ -79,10 +75,7 @@ def label_counts(
 ) -> list[int] | None:
     """Return the labels that each row's head gives, or None where all have the base's.
 
-    `rows` has the numbers of each row, or of each of its tokens.
-
-    Raises:
-        UnsupportedInputError: tokens of a row have heads with different numbers of labels.
+    `rows` has the numbers of each row, or of each of its tokens, whose heads have equal labels.
     """
     counts = None
     for path, modules in replacements.items():
@@ -166,11 +159,7 @@ def check_heads(logits: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
 
 
 def check_labels(counts: list[int] | None, as_list: bool, inputs: Mapping[str, Any]) -> None:
-    """Refuse rows with different numbers of labels, unless a list is asked for.
-
-    Raises:
-        InvalidInputError: they differ, or labels are given for heads of another size.
-    """
+    """Raise InvalidInputError for rows with different numbers of labels, unless as a list."""
     if counts is None:
         return
     if inputs.get("labels") is not None:
@@ -186,13 +175,9 @@ def check_labels(counts: list[int] | None, as_list: bool, inputs: Mapping[str, A
 
 
 def with_labels(output: Any, counts: list[int] | None, as_list: bool, rows: int) -> Any:
-    """Return a model's output with the logits of each row's own labels.
+    """Return a model's output with the logits of each row's own labels, or refuse it.
 
     `counts` are None where all rows have the base's; `as_list` returns a tensor for each row.
-
-    Raises:
-        UnsupportedInputError: the output has no logits of these rows, or a loss, or the model mixes
-            labels.
     """
     if counts is None and not as_list:
         return output
@@ -220,11 +205,7 @@ def with_labels(output: Any, counts: list[int] | None, as_list: bool, rows: int)
 
 
 def check_compiled(base: nn.Module, why: str) -> None:
-    """Refuse to hook modules that run as a compiled program: it would not notice.
-
-    Raises:
-        UnsupportedInputError: the model, or a part of it, was compiled in place.
-    """
+    """Raise UnsupportedInputError for a compiled program, which would not notice hooks."""
     if any(map(_is_compiled, base.modules())):
         raise UnsupportedInputError(
             f"{why}, and the base model was compiled in place\n"

@@ -18,11 +18,7 @@ from lora_backends.errors import UnsupportedInputError
 
 
 def check_tying(base: nn.Module, checkpoint: Checkpoint) -> None:
-    """Refuse an adapter whose tensors are not those that PEFT would compute with.
-
-    Raises:
-        UnsupportedInputError: embedding and head differ, or the model ties other modules.
-    """
+    """Raise UnsupportedInputError for tied tensors other than PEFT would compute with."""
     tying = checkpoint.own.tying
     if tying is None:
         return

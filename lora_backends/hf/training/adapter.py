@@ -87,11 +87,7 @@ class TrainedAdapter:
         self._flushed = self._master_versions()
 
     def flush(self) -> None:
-        """Round masters that have changed into the slot; streams and locks are the caller's.
-
-        Raises:
-            InvalidInputError: a parameter was given other memory, which no layer reads.
-        """
+        """Round masters that have changed into the slot; streams and locks are the caller's."""
         if list(map(_data_ptr, self._all)) != self._addresses:
             self._refuse_moved()
         versions = self._master_versions()
@@ -155,11 +151,7 @@ def saved_tensors(pool: AdapterPool, checkpoint: Checkpoint) -> dict[str, torch.
 
 
 def check_dtype(dtype: object, stack: torch.dtype) -> None:
-    """Refuse parameters that are narrower than the stacks.
-
-    Raises:
-        InvalidInputError: `dtype` is another one than None, the stacks', or float32 over 16 bits.
-    """
+    """Raise InvalidInputError unless `dtype` is None, the stacks', or float32 over 16 bits."""
     allowed = {None, stack} | ({torch.float32} if stack.itemsize == 2 else set())
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in allowed):
         names = ", ".join(sorted(map(str, allowed)))

@@ -44,13 +44,7 @@ def load_trainable(
 
 
 def _check_names(pool: AdapterPool, checkpoint: Checkpoint, values: dict[str, object]) -> None:
-    """Refuse a configuration with other names: of an older Transformers, or of a split model.
-
-    The adapter is saved with the base model's names, so that its configuration would miss them.
-
-    Raises:
-        UnsupportedInputError: it is such a one.
-    """
+    """Raise UnsupportedInputError for other names: of an older Transformers, or a split model."""
     from lora_backends.adapters.peft.memory import checkpoint_from_memory
 
     if checkpoint.own or checkpoint.experts:
@@ -62,6 +56,7 @@ def _check_names(pool: AdapterPool, checkpoint: Checkpoint, values: dict[str, ob
     except InvalidInputError:
         same = False
     if not same:
+        # an adapter is saved with the base model's names, so that its configuration would miss them
         raise UnsupportedInputError(
             f"{checkpoint.folder} has other names for modules than the base model: those of an "
             f"older Transformers, or of a model that splits or fuses them otherwise\n"

@@ -107,19 +107,11 @@ class Training:
         return [adapters[name] for name in names if name in adapters]
 
     def any_of(self, entries: Sequence[RowAdapters]) -> bool:
-        """Return whether an adapter that the entries of rows name is trained.
-
-        Raises:
-            InvalidInputError: an entry is wrong.
-        """
+        """Return whether an adapter that the entries of rows name is trained."""
         return bool(self.adapters) and not self.adapters.keys().isdisjoint(adapter_names(entries))
 
     def get(self, name: str) -> TrainedAdapter:
-        """Return an adapter that is trained.
-
-        Raises:
-            InvalidInputError: there is none of this name.
-        """
+        """Return an adapter that is trained; InvalidInputError if there is none of this name."""
         adapter = self.adapters.get(name)
         if adapter is None:
             loaded = name in self._wrapped.pool.slots
@@ -132,11 +124,7 @@ class Training:
         return adapter
 
     def check_untrained(self, name: str) -> None:
-        """Refuse to give an adapter that is trained other weights.
-
-        Raises:
-            InvalidInputError: it is trained.
-        """
+        """Raise InvalidInputError if an adapter is trained, and must not get other weights."""
         if name in self.adapters:
             raise InvalidInputError(
                 f"adapter {name!r} is being trained, so it cannot be updated\n"
@@ -144,11 +132,7 @@ class Training:
             )
 
     def flush(self, names: Iterable[str] | None = None) -> None:
-        """Bring changed masters into the slots of adapters; None: of all.
-
-        Raises:
-            InvalidInputError: parameters were given memory that no layer reads.
-        """
+        """Bring changed masters into the slots of adapters; None: of all."""
         for adapter in self.of(list(self.adapters) if names is None else names):
             if adapter.has_masters:
                 with self._wrapped.pool.writing(adapter.slot):
@@ -157,11 +141,7 @@ class Training:
                 adapter.flush()
 
     def unload(self, name: str) -> None:
-        """Free the slot of a trained adapter; its parameters keep their values, without effect.
-
-        Raises:
-            InvalidInputError: it is pinned, or in use. Nothing has changed.
-        """
+        """Free the slot of a trained adapter out of use; its parameters keep their values."""
         slots = self._wrapped.pool.slots
         with slots.lock:
             adapter = self.adapters[name]

@@ -150,11 +150,7 @@ class TrainingCall(Request):
         return self._run(operation, x, weights, plan, y, parameters, weight)
 
     def check_slots(self) -> None:
-        """Refuse a backward after a slot of the batch was given other weights.
-
-        Raises:
-            InvalidInputError: an adapter of the batch was unloaded, updated or evicted since.
-        """
+        """Raise InvalidInputError if an adapter of the batch was unloaded or updated since."""
         for slot, record in self._records.items():
             if self._pool.record_of(slot) is not record:
                 raise InvalidInputError(
@@ -164,11 +160,7 @@ class TrainingCall(Request):
                 )
 
     def check_recomputation(self) -> None:
-        """Refuse to compute a part of the forward pass again with other weights.
-
-        Raises:
-            InvalidInputError: as `check_slots`, or parameters have changed since.
-        """
+        """Raise InvalidInputError if `check_slots` does, or parameters have changed since."""
         self.check_slots()
         for adapter, versions in zip(self._trained, self._versions, strict=True):
             if adapter.versions() != versions:
