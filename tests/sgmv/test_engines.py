@@ -94,8 +94,8 @@ def test_constants_of_both_engines_agree_but_for_how_a_row_is_found(segment_size
                 assert other_row["FIND"] is csgmv.entry_kernels.find_rows
                 assert row["ROW"]._asdict() == {"TILE": plans[0].tile_tokens}
                 assert other_row["ROW"]._asdict() == {
-                    "SEGMENT": plans[1].segment_size,
-                    "GROUP": plans[1].group_size,
+                    "SEGMENT": plans[1].run_tokens,
+                    "GROUP": plans[1].tile_tokens // plans[1].run_tokens,
                     "BY_TOKEN": form == "separate",
                 }
 
