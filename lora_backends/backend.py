@@ -78,7 +78,7 @@ class LoRABackend(Dispatched, ABC):
     """Device type to priority for "auto", the highest wins; a type not listed is never chosen."""
     plan_type: ClassVar[type] = object
     """The type of plan that `prepare_batch` returns; another type is refused."""
-    routing_type: ClassVar[type] = ExpertRouting
+    routing_type: ClassVar[type[ExpertRouting]] = ExpertRouting
     """The type of routing that `prepare_experts` returns; another type is refused."""
 
     deterministic: bool = False
@@ -282,7 +282,7 @@ class LoRABackend(Dispatched, ABC):
         if out is not None:
             out.refill(plan, topk_ids, topk_weights, expert_map)
             return out
-        return ExpertRouting.of(plan, topk_ids, topk_weights, num_experts, expert_map)
+        return self.routing_type.of(plan, topk_ids, topk_weights, num_experts, expert_map)
 
     def run_experts(
         self,

@@ -24,9 +24,10 @@ from lora_backends.diffusers.conversion import convert
 from lora_backends.diffusers.families import family_of
 from lora_backends.diffusers.files import read_file
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean, shown
+from lora_backends.hf.backend import backend_for
 from lora_backends.hf.calls.entries import Entry, adapter_names, is_per_token
 from lora_backends.hf.calls.running import running
-from lora_backends.hf.layout.base_checks import backend_for, dtype_and_device
+from lora_backends.hf.layout.base_checks import dtype_and_device
 from lora_backends.hf.words import without_base
 
 

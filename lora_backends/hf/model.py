@@ -12,6 +12,7 @@ from torch import nn
 from lora_backends.adapters import LoadLimits
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
+from lora_backends.hf.backend import backend_for
 from lora_backends.hf.calls.alora import invoked
 from lora_backends.hf.calls.entries import (
     Entry,
@@ -26,7 +27,6 @@ from lora_backends.hf.calls.split import accepted, run_split
 from lora_backends.hf.generating.checks import check_generate
 from lora_backends.hf.hooks.linear import rows_and_length
 from lora_backends.hf.layout.base_checks import (
-    backend_for,
     check_base,
     check_fuse,
     dtype_and_device,

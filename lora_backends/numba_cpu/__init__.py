@@ -234,22 +234,6 @@ class NumbaCPUBackend(LoRABackend):
         return call if first == SHRINK else True
 
     @override
-    def prepare_experts(
-        self,
-        plan: Any,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None = None,
-        out: NumbaRouting | None = None,
-    ) -> NumbaRouting:
-        require_memory()
-        if out is None:
-            return NumbaRouting.of(plan, topk_ids, topk_weights, num_experts, expert_map)
-        out.refill(plan, topk_ids, topk_weights, expert_map)
-        return out
-
-    @override
     def run_experts(
         self,
         x: torch.Tensor,

@@ -13,7 +13,7 @@ from lora_backends.experts import ExpertRouting
 from lora_backends.numba_cpu import launch
 from lora_backends.numba_cpu.config import LONG_SEGMENT
 from lora_backends.numba_cpu.kernels.experts import Grouping
-from lora_backends.numba_cpu.layer import LocatedLayer
+from lora_backends.numba_cpu.layer import LocatedLayer, require_memory
 from lora_backends.numba_cpu.needs import LONG
 from lora_backends.numba_cpu.plan import NO_SCALES, PACK_WORK, Job, Work
 
@@ -72,6 +72,7 @@ class NumbaRouting(ExpertRouting):
         expert_map: torch.Tensor | None,
     ) -> None:
         """Take another choice of as many tokens and experts; the tensors keep their addresses."""
+        require_memory()
         self.plan = plan
         self.topk_weights.copy_(topk_weights)
         self._groups = _group(self, topk_ids, expert_map)

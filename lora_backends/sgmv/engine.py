@@ -61,7 +61,7 @@ class SgmvBackend(LoRABackend):
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     plan_type: ClassVar[type] = SgmvPlan
     features = frozenset(FEATURES)
-    routing_type: ClassVar[type] = SgmvRouting
+    routing_type = SgmvRouting
     cuda_graphs = True
     deterministic = True
     narrow_intermediate = True
