@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.weights import LoRAWeights
@@ -27,13 +28,13 @@ from lora_backends.weights import LoRAWeights
 ALIGNMENT = 64
 """Bytes to which torch aligns new memory on a CPU."""
 
-Rows: TypeAlias = slice | torch.Tensor
+Rows: TypeAlias = slice | Tensor
 Active: TypeAlias = list[tuple[int, Rows, list[int], list[float]]]
 Segments: TypeAlias = Sequence[tuple[int, Rows]]
 """Each slot that has tokens, and their rows."""
 
 
-def segments_of(token_slots: torch.Tensor) -> list[tuple[int, Rows]]:
+def segments_of(token_slots: Tensor) -> list[tuple[int, Rows]]:
     """Return the rows of each active slot, slots ascending; waits for the device.
 
     token_slots [rows] are negative for none.
@@ -43,16 +44,16 @@ def segments_of(token_slots: torch.Tensor) -> list[tuple[int, Rows]]:
 
 
 def b_backward(
-    grad: torch.Tensor,
-    h: torch.Tensor | None,
+    grad: Tensor,
+    h: Tensor | None,
     weights: LoRAWeights,
     segments: Segments,
-    token_scales: torch.Tensor | None,
+    token_scales: Tensor | None,
     *,
     needs_h: bool,
-    lora_b: torch.Tensor | None,
+    lora_b: Tensor | None,
     slots: Sequence[int] | None,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return dh, or None; arguments as in `LoRABackend.run_lora_b_backward`."""
     sums, dh = _sums(grad, weights), None
     if needs_h:
@@ -79,13 +80,13 @@ def b_backward(
 
 
 def a_backward(
-    dh: torch.Tensor,
-    x: torch.Tensor | None,
+    dh: Tensor,
+    x: Tensor | None,
     weights: LoRAWeights,
     segments: Segments,
     *,
-    dx: torch.Tensor | None,
-    lora_a: torch.Tensor | None,
+    dx: Tensor | None,
+    lora_a: Tensor | None,
     slots: Sequence[int] | None,
 ) -> None:
     """Add to dx, and write lora_a; arguments as in `LoRABackend.run_lora_a_backward`."""
@@ -108,12 +109,12 @@ def a_backward(
 
 
 def add_columns(
-    dh: torch.Tensor,
-    token_ids: torch.Tensor,
+    dh: Tensor,
+    token_ids: Tensor,
     weights: LoRAWeights,
     segments: Segments,
     *,
-    lora_a: torch.Tensor,
+    lora_a: Tensor,
     slots: Sequence[int] | None,
 ) -> None:
     """`LoRABackend.run_embedding_backward`: a token adds its dh to the column of its id."""
@@ -134,9 +135,7 @@ def add_columns(
                 lora_a[places[slot], s, :rank] = columns.T
 
 
-def sum_rows(
-    values: torch.Tensor, segments: Segments, out: torch.Tensor, slots: Sequence[int] | None
-) -> None:
+def sum_rows(values: Tensor, segments: Segments, out: Tensor, slots: Sequence[int] | None) -> None:
     """Write the sum of each slot's rows; arguments as in `LoRABackend.sum_tokens`."""
     out.zero_()
     places = _places(slots, out.shape[0])
@@ -145,7 +144,7 @@ def sum_rows(
             out[places[slot]] = _own(values, rows, accumulator_dtype(values.dtype)).sum(0)
 
 
-def one_hot_h(token_ids: torch.Tensor, weights: LoRAWeights, segments: Segments) -> torch.Tensor:
+def one_hot_h(token_ids: Tensor, weights: LoRAWeights, segments: Segments) -> Tensor:
     """Return h [num_slices, rows, max_rank] of an embedding: a column of lora_a per token."""
     sums = accumulator_dtype(weights.input_dtypes[0])
     shape = weights.num_slices, token_ids.shape[0], weights.max_rank
@@ -156,14 +155,12 @@ def one_hot_h(token_ids: torch.Tensor, weights: LoRAWeights, segments: Segments)
     return h
 
 
-def _sums(values: torch.Tensor, weights: LoRAWeights) -> torch.dtype:
+def _sums(values: Tensor, weights: LoRAWeights) -> torch.dtype:
     """Return the dtype of sums of products of values with a layer's."""
     return accumulator_dtype(torch.promote_types(values.dtype, weights.input_dtypes[0]))
 
 
-def _own(
-    values: torch.Tensor, rows: Rows, dtype: torch.dtype, width: int | None = None
-) -> torch.Tensor:
+def _own(values: Tensor, rows: Rows, dtype: torch.dtype, width: int | None = None) -> Tensor:
     """Return some rows of a matrix, cut to a width, contiguous and aligned: a view or a copy."""
     cut = _cut(values, rows, width)
     if isinstance(rows, slice) and cut.dtype == dtype and _is_as_new(cut):
@@ -172,12 +169,7 @@ def _own(
 
 
 def _write(
-    out: torch.Tensor,
-    rows: Rows,
-    width: int | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    factor: float = 1.0,
+    out: Tensor, rows: Rows, width: int | None, a: Tensor, b: Tensor, factor: float = 1.0
 ) -> None:
     """Write ``factor * (a @ b)`` into rows of a matrix, from the first column on."""
     if isinstance(rows, slice):
@@ -192,7 +184,7 @@ def _write(
         out[rows, :width] = (factor * (a @ b)).to(out.dtype)
 
 
-def _cut(values: torch.Tensor, rows: Rows, width: int | None) -> torch.Tensor:
+def _cut(values: Tensor, rows: Rows, width: int | None) -> Tensor:
     """Return rows of a matrix, cut to a width, by as few views as can be: they take time."""
     part = values[rows]
     return part if width is None or width == part.shape[1] else part[:, :width]
@@ -204,7 +196,7 @@ def _fills(active: Active, places: Mapping[int, int], max_rank: int) -> bool:
     return places.keys() <= full
 
 
-def _is_as_new(values: torch.Tensor) -> bool:
+def _is_as_new(values: Tensor) -> bool:
     """Return whether a matrix library cannot tell values from a copy: not known of GPUs."""
     if not values.is_cpu or values.data_ptr() % ALIGNMENT:
         return False
@@ -212,7 +204,7 @@ def _is_as_new(values: torch.Tensor) -> bool:
     return values.stride() == (values.shape[1], 1)
 
 
-def _is_part_of(values: torch.Tensor, whole: torch.Tensor) -> bool:
+def _is_part_of(values: Tensor, whole: Tensor) -> bool:
     return values.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.hf.calls.request import Request
@@ -48,9 +48,7 @@ class Agreement:
         return max(self.differences, key=lambda d: (d != d, d))
 
 
-def compare(
-    model: MultiLoRAModel, adapter: str, prompt: torch.Tensor, new_tokens: int
-) -> Agreement:
+def compare(model: MultiLoRAModel, adapter: str, prompt: Tensor, new_tokens: int) -> Agreement:
     """Let an adapter answer greedily, and run the training forward over prompt and answer.
 
     The LoRA of each module is compared apart, on the very rows that it saw in generation: once as
@@ -121,7 +119,7 @@ def compare(
     )
 
 
-def _log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return wide.gather(1, tokens[:, None])[:, 0]
 
@@ -132,10 +130,10 @@ class _ModuleCall:
 
     start: int  # tokens of the row before this pass
     length: int  # tokens of this pass
-    x: torch.Tensor
-    y: torch.Tensor
+    x: Tensor
+    y: Tensor
 
-    def rows(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+    def rows(self, tensor: Tensor) -> dict[int, Tensor]:
         """Return the part of each token by its position in the row, or nothing if unknown."""
         rows = tensor[0] if tensor.ndim > 1 and tensor.shape[0] == 1 else tensor
         if self.length == 1 and tensor.ndim and tensor.shape[0] == 1:
@@ -179,7 +177,7 @@ class _Record:
             if not args or not self.passes:
                 return
             x, y = args[0], output
-            if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
                 call = self._calls[path] = self._calls.get(path, -1) + 1
                 # Copies: later code may write into either.
                 seen = _ModuleCall(*self.passes[-1], x.detach().clone(), y.detach().clone())
@@ -206,7 +204,7 @@ def _first_module(
     return None, None
 
 
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
     """Return whether two rows have the same bits; a row that one run lacks is not compared."""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return a is None or b is None
@@ -214,7 +212,7 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _different_loras(
-    model: MultiLoRAModel, adapter: str, ids: torch.Tensor, trained: _Record, served: _Record
+    model: MultiLoRAModel, adapter: str, ids: Tensor, trained: _Record, served: _Record
 ) -> list[tuple[str, bool]]:
     """Return the modules with LoRA, and whether it is the same on the same rows in both shapes."""
     wrapped = model._wrapped
@@ -282,9 +280,7 @@ class _Loras:
             if group.joined is not None and not group.apart:
                 self._groups |= dict.fromkeys(group.paths, group)
 
-    def trained(
-        self, call: TrainingCall, path: str, x: torch.Tensor, zeros: torch.Tensor
-    ) -> torch.Tensor | None:
+    def trained(self, call: TrainingCall, path: str, x: Tensor, zeros: Tensor) -> Tensor | None:
         """Return the LoRA as a pass of training computes it; None: there is none."""
         if not call.touches((path,)):
             return None
@@ -297,9 +293,7 @@ class _Loras:
         y = call.multiply(group.operation, group.paths, layout, x, shared, weight, None)
         return self._slice(group, path, y.detach())
 
-    def served(
-        self, call: Request, path: str, x: torch.Tensor, zeros: torch.Tensor
-    ) -> torch.Tensor:
+    def served(self, call: Request, path: str, x: Tensor, zeros: Tensor) -> Tensor:
         """Return the same as a pass of generation computes it."""
         group = self._groups.get(path)
         shared = None if group is None else call.shared.get(group.paths[0])
@@ -310,10 +304,10 @@ class _Loras:
         y = adder(self._backend, group.operation)(x, shared, plan, y)
         return self._slice(group, path, y)
 
-    def _alone(self, path: str, x: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    def _alone(self, path: str, x: Tensor, zeros: Tensor) -> Tensor:
         added = self._hooks[path](self._sites[path].module, (x,), zeros)
         return zeros if added is None else added.detach()
 
     @staticmethod
-    def _slice(group: Siblings, path: str, y: torch.Tensor) -> torch.Tensor:
+    def _slice(group: Siblings, path: str, y: Tensor) -> Tensor:
         return torch.split_with_sizes(y, group.widths, -1)[group.paths.index(path)]

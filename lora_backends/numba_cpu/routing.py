@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 from lora_backends.experts import ExpertRouting
 from lora_backends.numba_cpu import launch
@@ -52,10 +53,10 @@ class NumbaRouting(ExpertRouting):
     def of(
         cls,
         plan: Any,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
         num_experts: int,
-        expert_map: torch.Tensor | None,
+        expert_map: Tensor | None,
     ) -> Self:
         """Return a routing with memory for its tensors; arguments as in `prepare_experts`."""
         shape = topk_ids.shape
@@ -65,11 +66,7 @@ class NumbaRouting(ExpertRouting):
         return made
 
     def refill(
-        self,
-        plan: Any,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        expert_map: torch.Tensor | None,
+        self, plan: Any, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None
     ) -> None:
         """Take another choice of as many tokens and experts; the tensors keep their addresses."""
         require_memory()
@@ -85,9 +82,7 @@ class NumbaRouting(ExpertRouting):
         return groups
 
 
-def _group(
-    routing: NumbaRouting, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
-) -> Groups:
+def _group(routing: NumbaRouting, topk_ids: Tensor, expert_map: Tensor | None) -> Groups:
     """Write the local ids of the router's choice, and group the pairs."""
     work, size, most = routing.plan.work, topk_ids.itemsize, routing.num_pairs
     row, step = topk_ids.stride()
@@ -128,9 +123,7 @@ def _group(
     return Groups(work, buffer, num_pairs, pairs, tokens, (num_by_expert, by_expert), slots)
 
 
-def job_of(
-    routing: NumbaRouting, located: LocatedLayer, rows: str, scales: torch.Tensor | None
-) -> Job:
+def job_of(routing: NumbaRouting, located: LocatedLayer, rows: str, scales: Tensor | None) -> Job:
     """Return the job of a call; `scales` are the factors of the pairs, or None."""
     groups, plan = routing.groups(), routing.plan
     pairs = groups.pairs

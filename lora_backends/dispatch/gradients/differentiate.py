@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from lora_backends.common.tensors import has_memory
@@ -53,7 +54,7 @@ def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
     """
     if not torch.is_grad_enabled():
         return False
-    tensors = [t for t in (x, *others) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in (x, *others) if isinstance(t, Tensor)]
     if isinstance(weights, LayerWeights):
         tensors += weights.tensors.values()
     if not any(tensor.requires_grad for tensor in tensors):
@@ -68,11 +69,11 @@ def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
 def record(
     engine: Any,
     operation: Operation,
-    x: torch.Tensor,
+    x: Tensor,
     weights: LayerWeights,
     plan: Any,
-    y: torch.Tensor | None = None,
-) -> torch.Tensor:
+    y: Tensor | None = None,
+) -> Tensor:
     """Run an operation on a dense layer as a node of autograd's graph; arguments are unchecked."""
     _check(engine, operation, x, weights, plan, y)
     names = [
@@ -89,15 +90,15 @@ def record(
 def run_with_parameters(
     engine: Any,
     operation: Operation,
-    x: torch.Tensor,
+    x: Tensor,
     weights: LoRAWeights,
     plan: Any,
-    y: torch.Tensor,
+    y: Tensor,
     parameters: SlotParameters | Sequence[SlotParameter],
     *,
-    base_weight: torch.Tensor | None = None,
+    base_weight: Tensor | None = None,
     check: Callable[[], None] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Run an operation whose gradients go to tensors that stand for single slots; return y.
 
     The backward reads the stacks as they are then. Autograd refuses it if one of `parameters` that
@@ -119,7 +120,7 @@ def run_with_parameters(
         engine, operation, weights, plan, of.targets, of.kinds, check=check, cache=of.cache
     )
     recorded.anchors = _links(x, of.b_alone)
-    result: torch.Tensor = _ParameterNode.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = _ParameterNode.apply(  # type: ignore[no-untyped-call]
         recorded, y, x, base_weight, *of.tensors
     )
     return result
@@ -128,13 +129,13 @@ def run_with_parameters(
 def record_routed(
     engine: Any,
     operation: Operation,
-    x: torch.Tensor,
+    x: Tensor,
     weights: ExpertWeights,
     routing: ExpertRouting,
-    y: torch.Tensor | None,
+    y: Tensor | None,
     options: Mapping[str, Any],
     parameters: Sequence[SlotParameter] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Run an operation on experts as a node of autograd's graph; it has passed the guards.
 
     `options` are its keyword arguments. `parameters` stand for single slots, in place of the
@@ -158,9 +159,7 @@ def record_routed(
     return _apply(recorded, y, x, leaves)
 
 
-def _apply(
-    recorded: Recorded, y: torch.Tensor | None, x: torch.Tensor, leaves: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _apply(recorded: Recorded, y: Tensor | None, x: Tensor, leaves: Sequence[Tensor]) -> Tensor:
     if x.is_inference() and any(target.name != "bias" for target in recorded.targets):
         operation = recorded.operation
         raise InvalidInputError(
@@ -174,11 +173,11 @@ def _apply(
         *_links(x, b_alone(recorded.targets)),
         *_links(y, "output_scales" in names),  # not y itself, which is about to be overwritten
     ]
-    result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
+    result: Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
-def _links(tensor: torch.Tensor | None, is_needed: bool) -> list[torch.Tensor]:
+def _links(tensor: Tensor | None, is_needed: bool) -> list[Tensor]:
     """Return an empty tensor that autograd derives from `tensor`, without keeping its memory."""
     if tensor is None or not is_needed or not tensor.requires_grad:
         return []
@@ -223,12 +222,8 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        recorded: Recorded,
-        y: torch.Tensor | None,
-        x: torch.Tensor,
-        *leaves: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, recorded: Recorded, y: Tensor | None, x: Tensor, *leaves: Tensor
+    ) -> Tensor:
         wanted = recorded.wants(ctx.needs_input_grad[3:])
         start = y
         if "output_scales" in wanted and y is not None:
@@ -245,7 +240,7 @@ class _Node(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         recorded: Recorded = ctx.recorded
         x, h, base = ctx.saved_tensors  # raises where one was changed in place
         recorded.check_plan()
@@ -269,14 +264,12 @@ class _Once(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, name: str, anchors: int, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, name: str, anchors: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.name = name
         return tuple(gradient.view_as(gradient) for gradient in tensors[anchors:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         raise UnsupportedInputError(
             f"{ctx.name} has no second derivatives\n"
             f"  given: a gradient of it, made with create_graph=True, that is differentiated\n"
@@ -285,7 +278,7 @@ class _Once(torch.autograd.Function):
 
 
 def _refusing_second(
-    recorded: Recorded, gradients: Gradients, *of_node: torch.Tensor | None
+    recorded: Recorded, gradients: Gradients, *of_node: Tensor | None
 ) -> Gradients:
     """Return gradients that refuse to be differentiated; None stays.
 
@@ -310,11 +303,11 @@ class _ParameterNode(torch.autograd.Function):
     def forward(
         ctx: Any,
         recorded: Recorded,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        base_weight: torch.Tensor | None,
-        *leaves: torch.Tensor,
-    ) -> torch.Tensor:
+        y: Tensor,
+        x: Tensor,
+        base_weight: Tensor | None,
+        *leaves: Tensor,
+    ) -> Tensor:
         needed = ctx.needs_input_grad[4:]
         wanted, rows = recorded.wants(needed), _flat(x)
         _, h = run_forward(recorded, rows, y.view(-1, y.shape[-1]))
@@ -328,7 +321,7 @@ class _ParameterNode(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         recorded: Recorded = ctx.recorded
         x, h, weight, *used = ctx.saved_tensors  # raises where one was changed in place
         recorded.check_plan()
@@ -343,7 +336,7 @@ class _ParameterNode(torch.autograd.Function):
         return None, None if dy is None else dy.view_as(grad), dx, None, *parts
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def _flat(x: Tensor) -> Tensor:
     """Return x [..., in_features] as rows; token ids have one axis already."""
     rows = x if x.ndim < 3 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lora_backends.sgmv.base.kernels import base_kernel
@@ -71,11 +72,7 @@ def _block_t(rows: int) -> int:
 
 
 def base_kernel_of(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    gpu: Gpu,
-    programmatic: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Gpu, programmatic: bool
 ) -> SpecializedKernel | None:
     """Return the kernel for ``x @ weight.T + bias``, or None if torch has to multiply.
 
@@ -98,19 +95,19 @@ def base_kernel_of(
     )
 
 
-def _is_like(tensor: torch.Tensor, x: torch.Tensor) -> bool:
+def _is_like(tensor: Tensor, x: Tensor) -> bool:
     """Return whether a tensor is plain, of x's dtype and device, and needs no gradient."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
     learns = tensor.requires_grad and torch.is_grad_enabled()
     same = tensor.dtype == x.dtype and tensor.device == x.device
     return plain and same and not learns and not tensor.is_neg()
 
 
-def _is_matrix(weight: torch.Tensor, x: torch.Tensor) -> bool:
+def _is_matrix(weight: Tensor, x: Tensor) -> bool:
     return _is_like(weight, x) and weight.layout is torch.strided and weight.ndim == 2
 
 
-def _is_aligned(matrix: torch.Tensor) -> bool:
+def _is_aligned(matrix: Tensor) -> bool:
     row, step = matrix.stride()
     return (
         step == 1
@@ -122,11 +119,7 @@ def _is_aligned(matrix: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _kernel(
-    tiles: BaseTiles,
-    block_t: int,
-    programs: int,
-    has_bias: bool,
-    programmatic: bool,
+    tiles: BaseTiles, block_t: int, programs: int, has_bias: bool, programmatic: bool
 ) -> SpecializedKernel:
     sizes = BaseSizes(
         BLOCK_T=block_t,
@@ -142,11 +135,7 @@ def _kernel(
 
 
 def base_arguments(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    kernel: SpecializedKernel,
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, kernel: SpecializedKernel
 ) -> Arguments:
     """Return the arguments with which `kernel` writes ``x @ weight.T + bias`` into contiguous y.
 
@@ -162,5 +151,5 @@ def base_arguments(
     return Arguments((y, y if bias is None else bias), descriptors, numbers)
 
 
-def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
