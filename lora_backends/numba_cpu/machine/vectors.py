@@ -77,8 +77,7 @@ def load_bfloat16(builder: Any, kind: Any, addresses: Any, k: Any) -> Any:
     """load_bfloat16(kind, addresses, k): a vector a row, 32 bfloat16 from k on, for `add_dots`."""
     offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
     starts = [builder.add(at, offset) for at in addresses]
-    vectors = [lowering.load_bfloat16(builder, kind, start) for start in starts]
-    return vectors
+    return [lowering.load_bfloat16(builder, kind, start) for start in starts]
 
 
 @operation(plain.load_some, lambda kind, rows, *rest: many(rows.count))
@@ -86,8 +85,7 @@ def load_some(builder: Any, kind: Any, addresses: Any, k: Any, count: Any) -> An
     """load_some(kind, addresses, k, n): a vector a row, elements k to k + n - 1, then zeros."""
     offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
     starts = [builder.add(at, offset) for at in addresses]
-    vectors = lowering.load_lanes(builder, kind, starts, count)
-    return vectors
+    return lowering.load_lanes(builder, kind, starts, count)
 
 
 @operation(plain.load_column, VECTOR)
@@ -145,15 +143,13 @@ def splat(builder: Any, value: Any) -> Any:
 def multiply(builder: Any, vectors: Any, factor: Any) -> Any:
     """multiply(vectors, factor): every vector times one vector."""
     items = vectors
-    products = [builder.fmul(item, factor) for item in items]
-    return products
+    return [builder.fmul(item, factor) for item in items]
 
 
 @operation(plain.shifted, lambda addresses, offset: addresses)
 def shifted(builder: Any, addresses: Any, offset: Any) -> Any:
     """shifted(addresses, n): the addresses n bytes on."""
-    items = [builder.add(at, offset) for at in addresses]
-    return items
+    return [builder.add(at, offset) for at in addresses]
 
 
 @operation(plain.add_products, lambda sums, *others: sums)
@@ -425,8 +421,7 @@ def steps_until(builder: Any, start: Any, step: Any, first: Any, last: Any, like
     As many as `like` has items; items after `last` become `last`.
     """
     places = _until(builder, first, last, like)
-    items = [builder.add(start, builder.mul(place, step)) for place in places]
-    return items
+    return [builder.add(start, builder.mul(place, step)) for place in places]
 
 
 def _until(builder: Any, first: Any, last: Any, like: Any) -> list[Any]:
