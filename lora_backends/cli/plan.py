@@ -179,13 +179,10 @@ def show(made: Plan, fleet: Fleet) -> None:
         console.print(f"thrashes or waits too long below {made.thrashes_below} slots", markup=False)
     for routing, count in made.cards.items():
         text = "more than 64 cards" if count is None else f"{count} card{'s' * (count > 1)}"
-        console.print(f"requests sent {_to(routing)}: {text}", markup=False)
+        where = "the card of their adapter" if routing == "by adapter" else "any card"
+        console.print(f"requests sent to {where}: {text}", markup=False)
     for each in made.notes:
         console.print(f"note: {each}", markup=False, soft_wrap=True)
-
-
-def _to(routing: str) -> str:
-    return "to the card of their adapter" if routing == "by adapter" else "to any card"
 
 
 def _row(outcome: Outcome) -> list[str]:

@@ -99,6 +99,7 @@ def _scalings(
             )
         alphas = part.alphas
         return {path: alphas[path] / rank if alphas else 1.0 for path, rank in ranks.items()}
+    # metadata of PEFT has patterns by module, which are matched as in a checkpoint
     config = checked_config(dict(part.metadata), file.path)
     rules = module_rules(config, list(modules), file.path, limits)
     for path, rule in rules.items():
@@ -143,6 +144,8 @@ def _delta(
                 f"{list(allowed[end])} of a rank from 1 to {max_rank} (max_rank)",
                 "load it into the model that it was trained for, or raise max_rank",
             )
+    # PEFT scales the bias with the rest of B; the pool adds a bias as it is
     bias = parts[BIAS].to(torch.float32) * scaling if BIAS in parts else None
+    # of a convolution: the patch of an output position is a row of x
     a, b = parts[A].flatten(1), parts[B].flatten(1)
     return ModuleDelta(site.path, "linear", rank, scaling, a, b, bias, parts.get(MAGNITUDE))

@@ -66,6 +66,7 @@ class Component:
 
         def enter(*_: Any) -> None:
             outer = RUNNING.call
+            # a component without adapters in this call keeps the pipeline's, and runs plain
             if isinstance(outer, PipelineCall) and key in outer.calls:
                 RUNNING.call = outer.calls[key]
 
@@ -128,6 +129,7 @@ def check_component(name: str, base: nn.Module) -> None:
             as `check_base`.
     """
     problem = to_do = ""
+    # they would be in every row
     if getattr(base, "peft_config", None):
         problem = "holds adapters of PEFT already"
         to_do = "pipe.unload_lora_weights(), and load them into the MultiLoRAPipeline"

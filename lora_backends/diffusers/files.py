@@ -80,6 +80,7 @@ def _read(path: Path, limits: LoadLimits) -> LoRAFile:
     try:
         metadata = json.loads(words[METADATA_KEY]) if METADATA_KEY in words else None
     except (ValueError, RecursionError):
+        # refused below with what the file has
         metadata = ""
     if metadata is not None and not isinstance(metadata, dict):
         raise InvalidInputError(

@@ -53,6 +53,7 @@ class DenoiserTrial(TrialInputs):
         for name, value in inputs.items():
             entries = value if isinstance(value, Mapping) else {"": value}
             for inner, entry in entries.items():
+                # flags choose no rows
                 full = f"{name}.{inner}" if inner else name
                 if full not in tried and not isinstance(entry, bool | None):
                     return full
@@ -75,6 +76,7 @@ def unet_trial(denoiser: nn.Module) -> DenoiserTrial:
             f"the UNet has several widths of text embeddings\n"
             f"  given: cross_attention_dim {shown(width)}\n  allowed: one int"
         )
+    # the blocks halve height and width
     side = 2 ** len(config.down_block_types)
     shapes = {
         "sample": (config.in_channels, side, 2 * side),

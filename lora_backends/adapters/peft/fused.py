@@ -133,7 +133,7 @@ def as_base(
         if delta.init is not None:
             raise UnsupportedInputError(
                 f"init_lora_weights = {delta.init!r} for {path!r}, which the base model computes "
-                f"in {_listed(names[path])}: its start depends on the whole weight\n"
+                f"in {', '.join(place for place, _ in names[path].places)}: its start depends on the whole weight\n"
                 f"  to do: save the adapter with path_initial_model_for_weight_conversion"
             )
         if names[path].is_part:
@@ -147,10 +147,6 @@ def as_base(
         _check_free(result, path, parts[0][0].module)
         result[path] = _joined(path, modules[path], parts, max_rank, needed)
     return {path: result[path] for path in sorted(result)}
-
-
-def _listed(name: OtherName) -> str:
-    return ", ".join(path for path, _ in name.places)
 
 
 def _check_free(result: Mapping[str, ModuleDelta], path: str, other: str) -> None:

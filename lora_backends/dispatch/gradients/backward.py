@@ -135,6 +135,7 @@ class _Backward:
         needs_dh = "lora_a" in self.wanted or (needs_x and operation.input is not Input.TOKEN_IDS)
         if needs_dh or "lora_b" in self.wanted:
             outs["lora_b"] = b = self._new("lora_b", (self.weights.out_features, self._rank))
+            # shrunk again: the forward kept no h
             if b is not None and h is None:
                 assert x is not None
                 h = x if operation.input is Input.H else self._shrunk(x)
@@ -154,6 +155,7 @@ class _Backward:
         elif needs_dh:
             through_base = scaled @ self.weight if needs_x and self.weight is not None else None
             dx, outs["lora_a"] = self._through_a(dh, x, needs_x, through_base)
+        # one adapter's bias may sum over many tokens before it is rounded
         sums = accumulator_dtype(grad.dtype)
         if (bias := self._new("bias", (self.weights.out_features,), sums)) is not None:
             self.engine.sum_tokens(grad, self.weights, self.plan, bias, self.slots)
@@ -204,13 +206,16 @@ class _Backward:
         if scales is None:
             return grad
         slots = self.engine.token_slots(self.plan, grad.shape[0], self.weights.num_slots)[:, None]
+        # slot -1 would read the last slot
         product = scales[slots[:, 0].clamp(min=0)] * grad
+        # rows without adapter keep their bits
         return torch.where(slots >= 0, product.to(grad.dtype), grad)
 
     def _unscaled(self, x: Tensor | None, base: Tensor | None, grad: Tensor) -> Tensor:
         """Return y before output_scales and bias, in float32 or wider."""
         sums = torch.promote_types(grad.dtype, torch.float32)
         start = torch.zeros_like(grad, dtype=sums) if base is None else base.to(sums, copy=True)
+        # the gradient of output_scales needs what they multiplied
         plain = self.recorded.without_factors()
         name = self.recorded.operation.name
         y, _ = self.engine.forward_with_h(name, x, plain, self.plan, start)

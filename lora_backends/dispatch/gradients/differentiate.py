@@ -59,6 +59,7 @@ def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
         tensors += weights.tensors.values()
     if not any(tensor.requires_grad for tensor in tensors):
         return False
+    # other engines write by address, which autograd does not see
     if not engine.plain_torch:
         return True
     # these see through the calls of a `plain_torch` engine, and record them themselves

@@ -120,6 +120,7 @@ class Recorded:
 
     def wants(self, needed: Sequence[bool]) -> Wanted:
         """Return the targets that need a gradient."""
+        # the same in every step
         key = tuple(needed)
         wanted: dict[str, list[int]] | None = self.cache.get(key)
         if wanted is None:
@@ -149,6 +150,7 @@ class Recorded:
                 for leaf, target in zip(self.leaves, self.targets, strict=True)
                 if target.name == name
             )
+            # one pass writes all of them: the widest loses nothing
             dtype = self.cache[name] = reduce(torch.promote_types, dtypes)
         return dtype
 

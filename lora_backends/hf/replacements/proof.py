@@ -6,7 +6,7 @@ the module misses that, so an adapter is run on a trial input in both ways when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -78,13 +78,8 @@ def _run(
         change(path, module)
     with running(IDLE), trial.fixed_random_numbers():
         output = twin(**trial.prompt(ROWS))
-    return dict(_tensors(output))
-
-
-def _tensors(output: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in output.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            yield name, value.float()
+    tensors = {name: x for name, x in output.items() if isinstance(x, torch.Tensor)}
+    return {name: x.float() for name, x in tensors.items() if x.is_floating_point()}
 
 
 def _hook(module: nn.Module, replacement: Replacement) -> None:

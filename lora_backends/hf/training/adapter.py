@@ -83,7 +83,9 @@ class TrainedAdapter:
         self._masters = [
             place for place in self._places if place.parameter.dtype != place.part.dtype
         ]
+        # addresses: layers read the slot, so a parameter with other memory would train for nothing
         self._all, self._addresses = parameters, list(map(_data_ptr, parameters))
+        # the slot holds the rounded values of the checkpoint
         self._flushed = self._master_versions()
 
     def flush(self) -> None:
@@ -91,6 +93,7 @@ class TrainedAdapter:
         if list(map(_data_ptr, self._all)) != self._addresses:
             self._refuse_moved()
         versions = self._master_versions()
+        # most calls follow no step: nothing is copied for them
         if versions == self._flushed:
             return
         pairs = zip(self._masters, versions, self._flushed, strict=True)
@@ -122,6 +125,7 @@ class TrainedAdapter:
         self.of_batches.clear()
         masters = {id(place.parameter) for place in self._masters}
         for parameter in self._all:
+            # a master has memory of its own already
             if id(parameter) not in masters:
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
@@ -143,6 +147,7 @@ class TrainedAdapter:
 def saved_tensors(pool: AdapterPool, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return the matrices of a checkpoint by the names under which PEFT saves them today."""
     tensors = {}
+    # older names of PEFT are read, and never written
     for path, delta in checkpoint.modules.items():
         a, b = _NAMES[pool.modules[path].kind]
         tensors[f"{_PREFIX}{path}.{a}"] = delta.lora_a

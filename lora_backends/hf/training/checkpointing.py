@@ -50,6 +50,7 @@ class _Served:
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if RUNNING.call.trains == self._model and self._is_reentrant:
             args = _with_gradient(args)
+        # `run` is called again in the backward, when another call may run in this thread
         return self.plain(_Run(run), *args, **kwargs)
 
 

@@ -24,6 +24,7 @@ class Dropout:
         rates = torch.zeros(num_slots + 1, device="cpu")  # the last for rows without an adapter
         for adapter in adapters:
             rates[adapter.slot] = adapter.dropout
+        # on the device once: a call must not wait for a copy
         self._rates = rates.to(backend.device)
         self._of_plan: tuple[Any, torch.Tensor] | None = None  # most modules share a plan
 

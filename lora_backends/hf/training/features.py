@@ -36,7 +36,7 @@ _LOADED_STARTS = _STARTS | {"eva"}
 
 def check_config(values: Mapping[str, Any], source: object, *, is_new: bool) -> None:
     """Raise UnsupportedInputError, which names every feature that cannot be trained as in PEFT."""
-    # an adapter that is yet to be initialised
+    # `is_new`: it is yet to be initialised
     refused = [*_refused_fields(values), *_refused_start(values, is_new)]
     if refused:
         raise _refusal(source, refused)

@@ -37,8 +37,10 @@ def load_trainable(
     pool.check_new(name, replace_existing)
     path = as_path(local_folder(folder), "the folder of a checkpoint")
     checkpoint = pool.read(path)
+    # as they are in the file: what this library ignores is saved again, too
     values = read_json_object(path / CONFIG_FILE, pool.limits)
     check_config(values, checkpoint.folder, is_new=False)
+    # the parameters get the base model's names, and the configuration keeps its own
     _check_names(pool, checkpoint, values)
     return training.add(name, checkpoint, values, dtype, replace_existing)
 

@@ -88,6 +88,7 @@ class Training:
         pool, slots = wrapped.pool, wrapped.pool.slots
         check_checkpoint(checkpoint, wrapped.routers)
         wrapped.check_checkpoint(checkpoint)
+        # all checks come before the slot changes
         staged = pool.stage(name, checkpoint)
         with slots.lock:
             pool.check_new(name, replace_existing)
@@ -96,6 +97,7 @@ class Training:
             self.adapters[name] = TrainedAdapter(
                 name, loaded.slot, pool, checkpoint, values, wrapped.slices, dtype
             )
+            # a call reads masters as the last step left them
             slots.before_use = self.flush
         TRAINED.add(wrapped.key)
         self._freeze()
@@ -135,6 +137,7 @@ class Training:
         """Bring changed masters into the slots of adapters; None: of all."""
         for adapter in self.of(list(self.adapters) if names is None else names):
             if adapter.has_masters:
+                # masters are copied into the slot, which streams may still read
                 with self._wrapped.pool.writing(adapter.slot):
                     adapter.flush()
             else:
@@ -145,11 +148,13 @@ class Training:
         slots = self._wrapped.pool.slots
         with slots.lock:
             adapter = self.adapters[name]
+            # a trained adapter holds its slot, which the pool would refuse to free
             slots.end_training(name)
             try:
                 self._wrapped.pool.unload(name)
             except BaseException:
                 if name in slots:
+                    # still in its slot, because a call uses it
                     slots.begin_training(name)
                 raise
             del self.adapters[name]
@@ -162,6 +167,7 @@ class Training:
         """Let all parameters leave their slots, and the base model's require gradients again."""
         for name in list(self.adapters):
             self._wrapped.pool.slots.end_training(name)
+            # parameters outlive the wrapper, and its slots do not
             self.adapters.pop(name).leave_slot()
         self._note_empty()
         self.checkpointing.remove()

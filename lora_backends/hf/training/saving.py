@@ -68,7 +68,9 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(partial)
         with open(partial, "rb") as file:
+            # else the name may reach the disk before the content
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
+        # nothing to remove where the file was moved
         partial.unlink(missing_ok=True)

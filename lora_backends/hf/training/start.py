@@ -38,7 +38,9 @@ def new_tensors(base: nn.Module, config: Any, name: str) -> tuple[dict[str, Tens
 
     source = f"the configuration of {name!r}"
     check_config(config_as_json(config), source, is_new=True)
+    # PEFT writes into it
     config = copy.deepcopy(config)
+    # else PEFT freezes what it makes
     config.inference_mode = False
     twin: Any = twin_of(base)[0]
     twin.config = copy.copy(getattr(base, "config", None))  # PEFT sets a field of it

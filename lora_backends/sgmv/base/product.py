@@ -78,9 +78,11 @@ def base_kernel_of(
 
     x [rows, in_features] is checked as the x of a layer; weight is [out_features, in_features].
     """
-    if not (_is_matrix(weight, x) and x.dtype in (torch.bfloat16, torch.float16)):
+    if not (_is_like(weight, x) and weight.layout is torch.strided and weight.ndim == 2):
         return None
-    if weight.shape[1] != x.shape[1] or not (_is_aligned(x) and _is_aligned(weight)):
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.shape[1] != x.shape[1]:
+        return None
+    if not (_is_aligned(x) and _is_aligned(weight)):
         return None
     if bias is not None and not (
         _is_like(bias, x) and bias.shape == weight.shape[:1] and bias.is_contiguous()
@@ -101,10 +103,6 @@ def _is_like(tensor: Tensor, x: Tensor) -> bool:
     learns = tensor.requires_grad and torch.is_grad_enabled()
     same = tensor.dtype == x.dtype and tensor.device == x.device
     return plain and same and not learns and not tensor.is_neg()
-
-
-def _is_matrix(weight: Tensor, x: Tensor) -> bool:
-    return _is_like(weight, x) and weight.layout is torch.strided and weight.ndim == 2
 
 
 def _is_aligned(matrix: Tensor) -> bool:
