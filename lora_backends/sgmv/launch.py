@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.sgmv.kernels.operands import ExpandSizes, GatherSizes, ShrinkSizes
@@ -93,12 +94,12 @@ class Stacks(NamedTuple):
 
     a: Located | None
     b: Located | None
-    ranks: torch.Tensor  # contiguous
-    scalings: torch.Tensor  # contiguous
-    bias: torch.Tensor | None
-    output_scales: torch.Tensor | None
-    a_scales: torch.Tensor | None
-    b_scales: torch.Tensor | None
+    ranks: Tensor  # contiguous
+    scalings: Tensor  # contiguous
+    bias: Tensor | None
+    output_scales: Tensor | None
+    a_scales: Tensor | None
+    b_scales: Tensor | None
     max_rank: int
     in_features: int
     aligns: tuple[int, int]  # of the tables of A and B in elements; 0 where no table is read
@@ -384,12 +385,7 @@ def gather_kernel(
 
 
 def shrink(
-    x: torch.Tensor,
-    weights: Stacks,
-    plan: SgmvPlan,
-    h: torch.Tensor,
-    rows: int,
-    kernel: SpecializedKernel,
+    x: Tensor, weights: Stacks, plan: SgmvPlan, h: Tensor, rows: int, kernel: SpecializedKernel
 ) -> Launched:
     """Write the planes of h, [planes, num_slices, rows of h, max_rank] float32, contiguous.
 
@@ -401,9 +397,7 @@ def shrink(
     return Launched(kernel, arguments)
 
 
-def shrink_arguments(
-    x: torch.Tensor, weights: Stacks, tables: tuple[Any, ...], h: torch.Tensor
-) -> Arguments:
+def shrink_arguments(x: Tensor, weights: Stacks, tables: tuple[Any, ...], h: Tensor) -> Arguments:
     """Return the arguments of `shrink`'s kernel; `tables` are the plan's."""
     assert weights.a is not None
     a = weights.a
@@ -417,10 +411,10 @@ def shrink_arguments(
 
 
 def gather(
-    token_ids: torch.Tensor,
+    token_ids: Tensor,
     weights: Stacks,
     plan: SgmvPlan,
-    h: torch.Tensor,
+    h: Tensor,
     rows: int,
     kernel: SpecializedKernel,
 ) -> Launched:
@@ -435,12 +429,7 @@ def gather(
 
 
 def expand(
-    h: torch.Tensor,
-    weights: Stacks,
-    plan: SgmvPlan,
-    y: torch.Tensor,
-    rows: int,
-    kernel: SpecializedKernel,
+    h: Tensor, weights: Stacks, plan: SgmvPlan, y: Tensor, rows: int, kernel: SpecializedKernel
 ) -> Launched:
     """Add the LoRA to y; h is as in `shrink`, of which only the last axis need be contiguous.
 
@@ -453,11 +442,7 @@ def expand(
 
 
 def expand_arguments(
-    h: torch.Tensor,
-    weights: Stacks,
-    plan: SgmvPlan,
-    y: torch.Tensor,
-    kernel: SpecializedKernel,
+    h: Tensor, weights: Stacks, plan: SgmvPlan, y: Tensor, kernel: SpecializedKernel
 ) -> Arguments:
     """Return the arguments of `expand`'s kernel."""
     assert weights.b is not None

@@ -131,9 +131,10 @@ def as_base(
         if path not in names:
             continue
         if delta.init is not None:
+            places = ", ".join(place for place, _ in names[path].places)
             raise UnsupportedInputError(
                 f"init_lora_weights = {delta.init!r} for {path!r}, which the base model computes "
-                f"in {', '.join(place for place, _ in names[path].places)}: its start depends on the whole weight\n"
+                f"in {places}: its start depends on the whole weight\n"
                 f"  to do: save the adapter with path_initial_model_for_weight_conversion"
             )
         if names[path].is_part:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from lora_backends.adapters import AdapterPool
@@ -96,13 +96,8 @@ class TrainingCall(Request):
         return NO_REPEATS
 
     def add(
-        self,
-        site: ModuleSite,
-        layout: Layout,
-        module: nn.Module,
-        x: torch.Tensor,
-        output: torch.Tensor,
-    ) -> torch.Tensor | None:
+        self, site: ModuleSite, layout: Layout, module: nn.Module, x: Tensor, output: Tensor
+    ) -> Tensor | None:
         """Return the output of a module with the LoRA of each row, or None where there is none."""
         path, paths = site.path, (site.path,)
         is_embedding = site.spec.kind == "embedding"
@@ -132,11 +127,11 @@ class TrainingCall(Request):
         operation: str,
         paths: Sequence[str],
         layout: Layout,
-        x: torch.Tensor,
+        x: Tensor,
         weights: LoRAWeights,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
         """Return the product of x with joined weights, with the LoRA of each row.
 
         `paths` are those of the modules, one per slice, and `weights` the stack that they share.
@@ -187,12 +182,12 @@ class TrainingCall(Request):
     def _added(
         self,
         operation: str,
-        x: torch.Tensor,
+        x: Tensor,
         weights: LoRAWeights,
         plan: Any,
-        output: torch.Tensor,
+        output: Tensor,
         parameters: SlotParameters,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return a copy of an output, whose graph goes on, with the LoRA added."""
         y = output.reshape(-1, output.shape[-1]).clone(memory_format=torch.contiguous_format)
         x = x if x.ndim == 1 else x.reshape(-1, x.shape[-1])
@@ -201,13 +196,13 @@ class TrainingCall(Request):
     def _run(
         self,
         operation: str,
-        x: torch.Tensor,
+        x: Tensor,
         weights: LoRAWeights,
         plan: Any,
-        y: torch.Tensor,
+        y: Tensor,
         parameters: SlotParameters,
-        weight: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        weight: Tensor | None = None,
+    ) -> Tensor:
         return run_with_parameters(
             self.backend, BY_NAME[operation], x, weights, plan, y, parameters,
             base_weight=weight, check=self.check_slots,

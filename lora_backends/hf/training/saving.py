@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_backends.adapters.files.formats import CONFIG_FILE, SAFETENSORS_FILE
 from lora_backends.common.files import as_path, kind_of
@@ -20,10 +19,7 @@ from lora_backends.hf.layout.sharded import class_of
 
 
 def save_checkpoint(
-    folder: str | Path,
-    tensors: Mapping[str, torch.Tensor],
-    values: Mapping[str, Any],
-    base: nn.Module,
+    folder: str | Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any], base: nn.Module
 ) -> Path:
     """Write `adapter_config.json` and `adapter_model.safetensors`, and return the folder.
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertRouting
@@ -43,11 +44,11 @@ class SgmvRouting(ExpertRouting):
 
     num_slots: int  # that keys are made of
     shape: PairShape  # that tile sizes follow from
-    order: torch.Tensor  # [num_tokens * top_k] int32, the pair at every place
-    tiles: torch.Tensor  # [max_tiles, 8] int32; three values are unused
-    singles: torch.Tensor  # [num_tokens * top_k, 8] int32, or [0, 8]
-    count: torch.Tensor  # [2] int32, tiles in use, and live pairs where there are singles
-    scratch: tuple[torch.Tensor, ...]  # counters and keys that the sort keeps between launches
+    order: Tensor  # [num_tokens * top_k] int32, the pair at every place
+    tiles: Tensor  # [max_tiles, 8] int32; three values are unused
+    singles: Tensor  # [num_tokens * top_k, 8] int32, or [0, 8]
+    count: Tensor  # [2] int32, tiles in use, and live pairs where there are singles
+    scratch: tuple[Tensor, ...]  # counters and keys that the sort keeps between launches
     tokens: SgmvRouting | None  # the tokens sorted by slot, for an A that all experts share
     plan_refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
 
@@ -63,7 +64,7 @@ class SgmvRouting(ExpertRouting):
 
 
 def make_routing(
-    plan: Any, topk_ids: torch.Tensor, num_experts: int, fixed: PairShape | None
+    plan: Any, topk_ids: Tensor, num_experts: int, fixed: PairShape | None
 ) -> SgmvRouting:
     """Return a routing with room for a choice of the shape of `topk_ids`; nothing is sorted yet.
 
@@ -84,11 +85,7 @@ def make_routing(
 
 
 def _new_routing(
-    plan: Any,
-    topk_ids: torch.Tensor,
-    num_experts: int,
-    shape: PairShape,
-    by_slot: SgmvRouting | None,
+    plan: Any, topk_ids: Tensor, num_experts: int, shape: PairShape, by_slot: SgmvRouting | None
 ) -> SgmvRouting:
     (tokens, top_k), device = topk_ids.shape, topk_ids.device
     pairs, num_keys = tokens * top_k, plan.num_slots * num_experts
@@ -98,11 +95,11 @@ def _new_routing(
             f"experts, {pairs} pairs\n  allowed: below 2**31 of slots times experts, and of pairs"
         )
 
-    def ints(*sizes: int) -> torch.Tensor:
+    def ints(*sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=torch.int32, device=device)
 
     if pairs <= MOST_COMPARED:
-        scratch: tuple[torch.Tensor, ...] = (torch.zeros(1, dtype=torch.int64, device=device),)
+        scratch: tuple[Tensor, ...] = (torch.zeros(1, dtype=torch.int64, device=device),)
     else:
         scratch = (ints(pairs), ints(pairs), ints(2, num_keys).zero_(), ints(2).zero_())
     return SgmvRouting(
@@ -124,9 +121,9 @@ def _new_routing(
 def sort_pairs(
     routing: SgmvRouting,
     plan: Any,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
     programmatic: bool,
 ) -> None:
     """Fill a routing with a choice, in one launch or in two."""
