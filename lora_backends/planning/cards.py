@@ -38,27 +38,16 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """The measurements of one device.
-
-    Args:
-        name: name of the device.
-        memory_bytes: size of its memory.
-        copy_bytes_per_s: bytes that a large copy reads and writes per second.
-        flop_per_s: rate of a large matrix product.
-        launch_s: time of a near-empty kernel in a CUDA graph; 0 on a CPU.
-        host_s: host time of one `run_linear`, which a CUDA graph removes.
-        cells: measured efficiencies of `run_linear`.
-        source: origin of the numbers, for the notes of a plan.
-    """
+    """The measurements of one device."""
 
     name: str
     memory_bytes: int
-    copy_bytes_per_s: float
-    flop_per_s: float
-    launch_s: float
-    host_s: float
-    cells: tuple[Measured, ...]
-    source: str
+    copy_bytes_per_s: float  # read and written by a large copy
+    flop_per_s: float  # of a large matrix product
+    launch_s: float  # time of a near-empty kernel in a CUDA graph; 0 on a CPU
+    host_s: float  # of one `run_linear`, which a CUDA graph removes
+    cells: tuple[Measured, ...]  # efficiencies of `run_linear`
+    source: str  # of the numbers, for the notes of a plan
 
     def linear_s(
         self,

@@ -28,34 +28,24 @@ THRASHES = 0.1
 class Fleet:
     """The serving options of every card, and the longest acceptable wait.
 
-    Args:
-        rows: the most rows in a batch.
-        slots: slots of the pool; None: as many as fit.
-        cpu_bytes: host memory for adapters, as in `keep_adapters`; None: enough for all.
-        spare: share of the card's memory left to activations and the engine.
-        max_wait_s: bound on the 95th percentile of the wait before a request's first step.
-        base_step_s: decode step of the base model with `rows` rows; None: the bytes of weights
-            and cache divided by the card's copy rate, a lower bound.
-        prompt_tokens_per_s: prefill rate of the base model; None: the rate of a large matrix
-            product divided by 2 flop per parameter, an upper bound.
-        load_bytes_per_s: rate of copies from host memory into a slot.
-        disk_bytes_per_s: rate of reading adapters from disk.
-        eager: whether the engine runs without CUDA graphs, so that host time counts.
-
     Raises:
         InvalidInputError: a number is out of range.
     """
 
-    rows: int = 64
-    slots: int | None = None
-    cpu_bytes: int | None = None
-    spare: float = 0.1
-    max_wait_s: float = 1.0
+    rows: int = 64  # the most in a batch
+    slots: int | None = None  # of the pool; None: as many as fit
+    cpu_bytes: int | None = None  # for adapters, as in `keep_adapters`; None: enough for all
+    spare: float = 0.1  # share of the card's memory left to activations and the engine
+    max_wait_s: float = 1.0  # 95th percentile of the wait before a request's first step
+    # Decode step of the base model with `rows` rows. None: the bytes of weights and cache divided
+    # by the card's copy rate, a lower bound.
     base_step_s: float | None = None
+    # Prefill rate of the base model. None: the rate of a large matrix product divided by 2 flop
+    # per parameter, an upper bound.
     prompt_tokens_per_s: float | None = None
-    load_bytes_per_s: float = 20e9
+    load_bytes_per_s: float = 20e9  # from host memory into a slot
     disk_bytes_per_s: float = 1e9
-    eager: bool = False
+    eager: bool = False  # whether the engine runs without CUDA graphs, so that host time counts
 
     def __post_init__(self) -> None:
         check_whole("rows", self.rows)

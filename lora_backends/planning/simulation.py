@@ -68,14 +68,8 @@ class Outcome:
 class Simulation:
     """One card that serves a list of requests, once.
 
-    Args:
-        requests: in order of arrival.
-        times: durations of steps, prompts, copies and reads.
-        slots: slots of the pool.
-        rows: the most rows in a batch.
-        adapter_bytes: size of one adapter in host memory.
-        memory_bytes: host memory for adapters, as `cpu_bytes` of `keep_adapters`.
-        in_memory: adapters in host memory at the start, the least recently used first.
+    Requests come in order of arrival; `in_memory` are the adapters in host memory at the start, the
+    least recently used first.
     """
 
     def __init__(

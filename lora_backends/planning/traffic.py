@@ -26,27 +26,19 @@ class Arrival(NamedTuple):
 class Traffic:
     """The load of the whole fleet.
 
-    Args:
-        adapters: number of adapters.
-        rate: requests per second; arrivals are a Poisson process.
-        zipf: exponent s of Zipf's law: adapter i = 0, 1, ... gets a share of the requests
-            proportional to 1 / (i + 1)^s. 0: equal shares.
-        prompt_tokens: mean prompt length; lengths are exponential, rounded, 1 at least.
-        output_tokens: mean output length, distributed alike.
-        requests: number of requests in a simulation.
-        seed: seed of all draws.
-
     Raises:
         InvalidInputError: a number is out of range.
     """
 
     adapters: int
-    rate: float
+    rate: float  # requests per second; arrivals are a Poisson process
+    # Exponent s of Zipf's law: adapter i = 0, 1, ... gets a share of the requests proportional to
+    # 1 / (i + 1)^s. 0: equal shares.
     zipf: float = 1.0
-    prompt_tokens: int = 512
-    output_tokens: int = 128
-    requests: int = 4000
-    seed: int = 0
+    prompt_tokens: int = 512  # mean; lengths are exponential, rounded, 1 at least
+    output_tokens: int = 128  # mean, distributed alike
+    requests: int = 4000  # in a simulation
+    seed: int = 0  # of all draws
 
     def __post_init__(self) -> None:
         for key in ("adapters", "prompt_tokens", "output_tokens", "requests"):
