@@ -96,15 +96,14 @@ def search_entry(
 def search(
     rules: Any,
     in_use: Any,
-    legal: Callable[[Any], bool],
+    legal: Callable[[Any], bool],  # whether the kernels can take a TileConfig
     lab: Lab,
-    out_of_time: Callable[[], bool],
+    out_of_time: Callable[[], bool],  # asked before each candidate is compiled
 ) -> Found:
     """Climb from the sizes in use: change one size at a time while that makes a call faster.
 
     The result is never slower than the sizes of the rules or, given time to try them, than those in
-    use. `legal` says whether the kernels can take a TileConfig; `out_of_time` is asked before each
-    candidate is compiled.
+    use.
 
     Raises:
         RulesFail: the sizes of the rules cannot be compiled, or compute a wrong result.

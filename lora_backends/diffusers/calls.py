@@ -16,10 +16,6 @@ from lora_backends.hf.wrapped import WrappedModel
 class ComponentCall(Request):
     """The passes of one component in a call of the pipeline.
 
-    `entries` has one entry per prompt for a text encoder, one per image for a denoiser. A pass may
-    have these rows in up to `copies` copies, one behind another. `trial` is the trial pass of a
-    denoiser, None for a text encoder.
-
     Raises:
         UnsupportedInputError: a blend or a strength cannot be applied, for instance that of DoRA.
     """
@@ -28,10 +24,10 @@ class ComponentCall(Request):
         self,
         name: str,
         wrapped: WrappedModel,
-        entries: Sequence[Entry],
+        entries: Sequence[Entry],  # one per prompt for a text encoder, per image for a denoiser
         slots: Mapping[str, int],
-        copies: Sequence[int],
-        trial: DenoiserTrial | None,
+        copies: Sequence[int],  # of these rows, one behind another, that a pass may have
+        trial: DenoiserTrial | None,  # of a denoiser; None for a text encoder
     ) -> None:
         pool = wrapped.pool
         for entry in entries:

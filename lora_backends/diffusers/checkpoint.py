@@ -26,15 +26,13 @@ _PARTS = (A, B, BIAS, MAGNITUDE)
 
 def checkpoint_of(
     file: LoRAFile,
-    name: str,
-    part: ComponentTensors,
-    sites: Mapping[str, ModuleSite],
+    name: str,  # of the component
+    part: ComponentTensors,  # of the component in the file
+    sites: Mapping[str, ModuleSite],  # of the component, by path
     max_rank: int,
-    limits: LoadLimits,
+    limits: LoadLimits,  # for matching metadata
 ) -> Checkpoint:
-    """Return the checkpoint of component `name`, from its part of a file.
-
-    `sites` are the component's modules by path; `limits` hold for matching metadata.
+    """Return the checkpoint of one component, from its part of a file.
 
     Raises:
         InvalidInputError: the part does not fit the component, or contradicts itself.

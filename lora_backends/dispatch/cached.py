@@ -43,14 +43,11 @@ def is_accepted(
     weights: Any,
     plan: Any,
     y: Any = None,
-    rows: tuple[int, int] | None = None,
-    detail: Any = None,
+    rows: tuple[int, int] | None = None,  # of x and y; None: any that the plan allows
+    detail: Any = None,  # what else the guards depend on
 ) -> bool:
-    """Return True only where the guards would find no problem; nothing is explained.
-
-    No argument is checked yet. `rows` are those of x and y; None: any number that the plan allows,
-    the same for both. `detail` are other values that the guards depend on.
-    """
+    """Return True only where the guards would find no problem; nothing is explained."""
+    # no argument is checked yet
     if (
         type(x) is not _Tensor
         or not (y is None or type(y) is _Tensor)

@@ -123,8 +123,6 @@ def add_each(
 ) -> torch.Tensor:
     """Add the delta of every adapter to y: ``call(plan of one adapter, y)``, one after another.
 
-    A 16-bit y is added to as float32, so that it is rounded once, if the engine takes float32.
-
     Raises:
         UnsupportedInputError: the layer has output_scales; a token can have only one.
     """
@@ -133,6 +131,7 @@ def add_each(
         for part in plan.plans:
             call(part, y)
         return y
+    # so that a 16-bit y is rounded once
     total = y.float()
     for part in plan.plans:
         total = call(part, total)

@@ -121,18 +121,18 @@ class Bound:
 
 
 def run(
-    first: int,
+    first: int,  # `SHRINK` or `GATHER`
     located: LocatedLayer,
     job: NumbaPlan | Job,
     *,
     x: torch.Tensor | None = None,
-    h: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,  # None: its memory lives for this call
     y: torch.Tensor | None = None,
 ) -> None:
-    """Write h from x (`SHRINK`) or token ids (`GATHER`), if asked, and add its expansion to y.
+    """Write h from x or token ids, if asked, and add its expansion to y.
 
     x and y have two axes, or more where they are contiguous; rows lie along the last. Ids are
-    int64. Without h, its memory lives for this call.
+    int64.
     """
     if not job.num_segments:
         return

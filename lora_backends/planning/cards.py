@@ -52,11 +52,11 @@ class Card:
     def linear_s(
         self,
         layer: LayerGroup,
-        tokens: int,
-        adapters: int,
-        rank: int,
-        itemsize: int,
-        eight_bit: bool = False,
+        tokens: int,  # rows of x
+        adapters: int,  # with at least one token
+        rank: int,  # of each adapter
+        itemsize: int,  # bytes per element of x and y, and of A and B unless `eight_bit`
+        eight_bit: bool = False,  # A and B have one byte per element, and a scale per row
     ) -> float:
         """Return the seconds of one `run_linear`.
 
@@ -64,15 +64,6 @@ class Card:
 
         Bytes and launches are those of `bench.Cell`; the efficiency is that of the nearest
         measurement.
-
-        Args:
-            layer: widths of x and y.
-            tokens: rows of x.
-            adapters: adapters with at least one token.
-            rank: rank of each adapter.
-            itemsize: bytes per element of x and y.
-            eight_bit: whether A and B have one byte per element and a scale per row; otherwise
-                they have `itemsize` bytes per element.
         """
         cell = Cell("layer", layer.in_features, layer.output_slices, tokens, adapters, rank)
         active, slices = cell.active_adapters, len(layer.output_slices)

@@ -72,29 +72,16 @@ class ModelShapes:
 
 
 def read_shapes(
-    config: Path,
-    rank: int = 16,
+    config: Path,  # a config.json, or its folder
+    rank: int = 16,  # of every adapter
     *,
-    max_rank: int | None = None,
-    target_modules: str | Sequence[str] = "all-linear",
-    target_parameters: Sequence[str] = (),
-    dtype: str = "bfloat16",
-    adapter_dtype: str | None = None,
+    max_rank: int | None = None,  # that the stacks have room for; None: `rank`
+    target_modules: str | Sequence[str] = "all-linear",  # as in PEFT's `LoraConfig`
+    target_parameters: Sequence[str] = (),  # the same, for stacked experts
+    dtype: str = "bfloat16",  # or float16, float32: of the base model and of files
+    adapter_dtype: str | None = None,  # of the stacks, or one of 8 bits; None: `dtype`
 ) -> ModelShapes:
     """Return the sizes of a Transformers model and of PEFT's LoRA on it.
-
-    Transformers builds the model and PEFT an adapter on the meta device, so neither takes memory.
-    Two forward passes on that device show which modules share an input, and how many bytes the
-    cache grows by per token.
-
-    Args:
-        config: a config.json, or its folder.
-        rank: rank of every adapter.
-        max_rank: rank that the stacks have room for; None: `rank`.
-        target_modules: as in PEFT's `LoraConfig`.
-        target_parameters: as in PEFT's `LoraConfig`, for stacked experts.
-        dtype: float16, bfloat16 or float32, of the base model and of adapter files.
-        adapter_dtype: dtype of the stacks: int8, float8_e4m3fn or float8_e5m2; None: `dtype`.
 
     Raises:
         BackendUnavailableError: Transformers or PEFT is not installed.
@@ -122,8 +109,11 @@ def read_shapes(
         )
     file = as_path(config, "--config-json")
     file = file / "config.json" if file.is_dir() else file
+    # on the meta device, as PEFT's adapter below, so neither takes memory
     base = _on_meta(file, getattr(torch, dtype))
     weights = {id(p): p for p in base.parameters()}.values()
+    # two forward passes show which modules share an input, and by how much the cache grows per
+    # token
     shared, cache, notes = _watch(base)
     adapted = _adapted(base, max_rank, target_modules, target_parameters)
     if not adapted:

@@ -171,8 +171,8 @@ def plugin_code(
 ) -> Iterator[None]:
     """Turn whatever a plugin raises into an error that names it; undo its changes to torch.
 
-    KeyboardInterrupt passes: it comes from the user. So do errors of `passes`, which are meant for
-    the caller. `failure` is e.g. ``backend 'x' does not import``, `origin` the plugin's package.
+    `failure` is e.g. ``backend 'x' does not import``, `origin` the plugin's package, and `passes`
+    are errors that are meant for the caller.
 
     Raises:
         BackendUnavailableError: the plugin raised anything else, SystemExit included.

@@ -201,13 +201,13 @@ def _kernels(
     batch: BatchShape,
     layer: LayerShape,
     output_slices: tuple[int, ...],
-    epilogue: Epilogue,
-    slice_aligns: tuple[int, int],
+    epilogue: Epilogue,  # what the layer and the plan add
+    slice_aligns: tuple[int, int],  # of A and B; 0 where the slices are one stack
     storage: Storage,
-    row: tuple[Any, ...],
+    row: tuple[Any, ...],  # constants by which a program finds its row
     options: Options,
     form: Form,
-    tma: bool,
+    tma: bool,  # B allows it
 ) -> Kernels:
     shrink, expand = choose_sizes(batch, layer, storage, options, form)
     linear, exact = form in ("linear", "beside"), form == "separate"

@@ -85,17 +85,13 @@ def order_unknown(module: str, modules: Mapping[str, ModuleSpec]) -> str | None:
 
 
 def without_second_names(
-    targeted: Collection[str],
+    targeted: Collection[str],  # paths that the file has no LoRA for
     names: Mapping[str, OtherName],
-    served: Collection[str],
-    used: Collection[str],
+    served: Collection[str],  # paths of the base model that it has LoRA for
+    used: Collection[str],  # keys of `names` that it has LoRA for
 ) -> list[str]:
-    """Return targeted paths without second names of modules that are targeted anyway.
-
-    A configuration may target q_proj and qkv_proj, although its own model had only one of them. The
-    file has LoRA for `served`, paths of the base model, and for `used`, keys of `names`, but not
-    for `targeted`.
-    """
+    """Return targeted paths without second names of modules that are targeted anyway."""
+    # a configuration may target q_proj and qkv_proj, although its own model had only one of them
     through_others = {place for path in used for place, _ in names[path].places}
     directly_served = {*served} - through_others
     last_names = {path.rpartition(".")[2] for path in used}
@@ -111,15 +107,13 @@ def without_second_names(
 
 
 def as_base(
-    deltas: Mapping[str, ModuleDelta],
+    deltas: Mapping[str, ModuleDelta],  # some of whose paths are keys of `names`
     names: Mapping[str, OtherName],
     modules: Mapping[str, ModuleSpec],
-    max_rank: int | None,
-    needed: int,
+    max_rank: int | None,  # None sets no limit
+    needed: int,  # the `max_rank` that has room for all of them
 ) -> dict[str, ModuleDelta]:
-    """Return deltas, some of whose paths are keys of `names`, for the modules of the base model.
-
-    `needed` is the `max_rank` that has room for all of them; a `max_rank` of None sets no limit.
+    """Return deltas for the modules that the base model has.
 
     Raises:
         InvalidInputError: two deltas are for one module, or the ranks of parts exceed `max_rank`.

@@ -27,13 +27,11 @@ ALLOWED = (
 
 def checkpoint_from_memory(
     pool: AdapterPool,
-    adapter: Any,
+    adapter: Any,  # as `MultiLoRAModel.add_adapter`, and so are the others
     config: Any | None = None,
     adapter_name: str | None = None,
 ) -> Checkpoint:
     """Return the checkpoint of an adapter in memory, its tensors copied: training may go on.
-
-    The arguments are those of `MultiLoRAModel.add_adapter`.
 
     Raises:
         InvalidInputError: something else, no such adapter, or as `read_checkpoint`.

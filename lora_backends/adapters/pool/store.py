@@ -219,15 +219,13 @@ class AdapterStore:
                     self._ahead[name] = job  # not before: `submit` may fail
 
     def provide(self, names: Sequence[str]) -> Commit:
-        """Prepare the adapters that a batch asks for, and return a function that loads them.
-
-        The slow steps, reading and copying to the device, happen here. The slots are locked when
-        the function is called; its argument holds the names in their slots.
-        """
+        """Prepare the adapters that a batch asks for, and return a function that loads them."""
         with self._lock:
             known = [name for name in names if name in self._cached or name in self._folders]
         if known:
+            # before a file is read: a request retries until it has a slot
             self._pool.slots.check_room(known)
+        # the slow steps, reading and copying to the device, happen here
         changes = self._changes
         changed = {name: ready for name in names if (ready := self._changed(name)) is not None}
         missing = {
@@ -237,6 +235,7 @@ class AdapterStore:
             and name not in self._pool.slots
             and (ready := self._get(name)) is not None
         }
+        # called with the slots locked, and with the names in their slots
         return partial(self._commit, changes, names, changed, missing)
 
     def close(self) -> None:

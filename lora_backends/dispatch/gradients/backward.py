@@ -62,21 +62,15 @@ def kept_for(recorded: Recorded, wanted: Wanted, needs_x: bool, has_h: bool) -> 
 @torch.no_grad()
 def run_backward(
     recorded: Recorded,
-    needed: Sequence[bool],
+    needed: Sequence[bool],  # of x, base_output and each recorded tensor
     grad: Tensor,
-    x: Tensor | None,
-    h: Tensor | None,
-    base: Tensor | None,
-    like: tuple[torch.Size, torch.dtype],
-    weight: Tensor | None = None,
+    x: Tensor | None,  # of the forward, where it was kept
+    h: Tensor | None,  # from `forward_with_h`, where it was kept
+    base: Tensor | None,  # base_output before the call, where it was kept
+    like: tuple[torch.Size, torch.dtype],  # of x
+    weight: Tensor | None = None,  # of a base product that is part of the call
 ) -> Gradients:
-    """Return the gradients of x, base_output and the recorded tensors, None where not needed.
-
-    `needed` has a bool for each of them. x, h (from `forward_with_h`) and base (base_output before
-    the call) are those of the forward, where they were kept; `like` is shape and dtype of x.
-    `weight` [out_features, in_features] is given where base_output is a product of x with it that
-    is part of the call: the gradient of x has its part, too.
-    """
+    """Return the gradients of x, base_output and the recorded tensors, None where not needed."""
     with autocast_off(grad.device.type):
         if not recorded.operation.is_dense:
             grad = _readable(grad, rows=True)

@@ -91,25 +91,23 @@ def record(
 def run_with_parameters(
     engine: Any,
     operation: Operation,
-    x: Tensor,
+    x: Tensor,  # or [..., in_features], with y [..., out_features]
     weights: LoRAWeights,
     plan: Any,
-    y: Tensor,
+    y: Tensor,  # base_output, contiguous; changed in place
     parameters: SlotParameters | Sequence[SlotParameter],
     *,
-    base_weight: Tensor | None = None,
-    check: Callable[[], None] | None = None,
+    base_weight: Tensor | None = None,  # [out_features, in_features]
+    check: Callable[[], None] | None = None,  # called before the backward
 ) -> Tensor:
     """Run an operation whose gradients go to tensors that stand for single slots; return y.
 
     The backward reads the stacks as they are then. Autograd refuses it if one of `parameters` that
     the call used was changed in place meanwhile; changes of other slots do not matter.
 
-    x may be [..., in_features] with y [..., out_features], which is base_output, contiguous, and
-    changed in place. `base_weight` [out_features, in_features] is given where y is ``x @
-    base_weight.T`` plus a constant and has no graph: the backward then computes the gradient of x
-    through both, and adds the LoRA's part in place. `check` is called before the backward; it
-    raises where the stacks hold another adapter.
+    `base_weight` is given where y is ``x @ base_weight.T`` plus a constant and has no graph: the
+    backward then computes the gradient of x through both, and adds the LoRA's part in place.
+    `check` raises where the stacks hold another adapter.
 
     Raises:
         InvalidInputError: as the operation.
@@ -134,14 +132,13 @@ def record_routed(
     weights: ExpertWeights,
     routing: ExpertRouting,
     y: Tensor | None,
-    options: Mapping[str, Any],
+    options: Mapping[str, Any],  # keyword arguments of the operation
     parameters: Sequence[SlotParameter] | None = None,
 ) -> Tensor:
     """Run an operation on experts as a node of autograd's graph; it has passed the guards.
 
-    `options` are its keyword arguments. `parameters` stand for single slots, in place of the
-    stacks: [experts or 1, num_a, rank, in_features] of lora_a, [experts or 1, out_features, rank]
-    of lora_b.
+    `parameters` stand for single slots, in place of the stacks: [experts or 1, num_a, rank,
+    in_features] of lora_a, [experts or 1, out_features, rank] of lora_b.
     """
     _check_gradients(engine, operation, x, weights, y)
     if parameters is None:

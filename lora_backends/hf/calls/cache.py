@@ -50,9 +50,9 @@ _FLAGS = ("use_", "output_", "return_")
 
 
 def past_tokens(inputs: Mapping[str, Any]) -> int:
-    """Return how many tokens of each row came before a pass. On a GPU it may wait for the device.
+    """Return how many tokens of each row came before a pass, where adapters differ by token.
 
-    It is needed only where adapters differ by token.
+    On a GPU it may wait for the device.
 
     Raises:
         UnsupportedInputError: an input may hold earlier tokens, and does not say how many; or two

@@ -85,8 +85,7 @@ class Choices:
     """The entries of a batch as numbers, which layouts spread over positions as they do slots.
 
     `NO_ADAPTER` is no adapter, a slot is its adapter with strength 1, and every other blend has a
-    number from num_slots on. A batch has at least `width` adapters per token, and with `scaled` it
-    has strengths even if all of them are 1. `adapter_names` has checked `rows`.
+    number from num_slots on.
 
     Raises:
         UnsupportedInputError: strengths that `backend` cannot apply, a strength of an adapter with
@@ -98,9 +97,9 @@ class Choices:
         pool: AdapterPool,
         slots: Mapping[str, int],
         backend: LoRABackend,
-        rows: Iterable[Sequence[Entry]],
-        width: int = 1,
-        scaled: bool = False,
+        rows: Iterable[Sequence[Entry]],  # checked by `adapter_names`
+        width: int = 1,  # adapters per token that a batch has at least
+        scaled: bool = False,  # strengths even if all of them are 1
     ) -> None:
         self._num_slots = pool.slots.num_slots
         self._blends: dict[tuple[tuple[int, float], ...], int] = {}  # slots, strengths -> number

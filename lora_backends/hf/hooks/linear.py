@@ -35,17 +35,12 @@ class Served(NamedTuple):
 
 def begin_hook(
     model: str,
-    structure: Structure,
-    main_input: str,
-    forward: Callable[..., Any],
-    attention: Attention,
+    structure: Structure,  # calls check it themselves, blocks of `using` do it here
+    main_input: str,  # the first argument's name
+    forward: Callable[..., Any],  # of the base model
+    attention: Attention,  # passes that it cannot run are refused
 ) -> Callable[..., None]:
-    """Return the pre-hook that announces a forward pass of the base model to the running call.
-
-    It takes keyword arguments. Calls check `structure` themselves, blocks of `using` do it here;
-    passes that `attention` cannot run are refused. `main_input` names the first argument of
-    `forward`, the base model's.
-    """
+    """Return the pre-hook that announces a forward pass of the base model to the running call."""
     names = _positional(forward, main_input)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -116,17 +116,13 @@ class Untried:
 
 def unknown_rows(
     path: str,
-    shape: Sequence[int],
+    shape: Sequence[int],  # without the last axis
     rows: int,
     length: int,
-    reason: str,
-    per_token: bool = False,
+    reason: str,  # "": only the shape is unknown
+    per_token: bool = False,  # the adapters of a row differ by token
 ) -> UnknownRowsError:
-    """Return the error for an input whose positions cannot be assigned to rows or tokens.
-
-    `shape` is without the last axis; a `reason` of "" means that only the shape is unknown;
-    `per_token` says that the adapters of a row differ by token.
-    """
+    """Return the error for an input whose positions cannot be assigned to rows or tokens."""
     cure = "split the batch by adapter"
     if per_token:  # splitting does not help a row with several adapters
         cure = "give all rows of a call one entry, the same for each"

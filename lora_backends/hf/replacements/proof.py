@@ -30,14 +30,10 @@ MOST_ROUNDED = 0.05
 @torch.no_grad()
 def reason_against(
     base: nn.Module,
-    parameters: Mapping[str, Mapping[str, torch.Tensor]],
-    replacements: Mapping[str, Replacement],
+    parameters: Mapping[str, Mapping[str, torch.Tensor]],  # values of their parameters, by path
+    replacements: Mapping[str, Replacement],  # of their outputs, by path
 ) -> str | None:
-    """Return why modules cannot take the place of the base's, or None; the base is not changed.
-
-    `parameters` has the values of their parameters, and `replacements` replaces their output, by
-    path.
-    """
+    """Return why modules cannot take the place of the base's, or None; the base is not changed."""
     try:
         trial = trial_of(base)
         # The effect of the adapter is the scale of the tolerance.

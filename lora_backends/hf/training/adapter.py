@@ -37,11 +37,7 @@ class TrainedAdapter:
     """The parameters of an adapter, the settings of its training, and where they lie.
 
     A parameter of the stacks' dtype is a view of its slot at the true rank. One of a wider dtype is
-    a master, which starts with the value of `checkpoint`: `flush` rounds it into the slot after it
-    has changed.
-
-    `values` are the contents of its `adapter_config.json`; `groups` has the index among the slices
-    by path of a module that shares a stack; a `dtype` of None is the stacks'.
+    a master: `flush` rounds it into the slot after it has changed.
     """
 
     def __init__(
@@ -49,10 +45,10 @@ class TrainedAdapter:
         name: str,
         slot: int,
         pool: AdapterPool,
-        checkpoint: Checkpoint,
-        values: Mapping[str, Any],
-        groups: Mapping[str, int],
-        dtype: torch.dtype | None,
+        checkpoint: Checkpoint,  # with which masters start
+        values: Mapping[str, Any],  # of its `adapter_config.json`
+        groups: Mapping[str, int],  # the index among the slices, by path
+        dtype: torch.dtype | None,  # None: the stacks'
     ) -> None:
         self.name, self.slot, self.values = name, slot, dict(values)
         self.dropout = float(values.get("lora_dropout") or 0.0)

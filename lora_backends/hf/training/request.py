@@ -35,10 +35,6 @@ from lora_backends.weights import LoRAWeights
 class TrainingCall(Request):
     """A call with adapters that are trained, others that are loaded, and rows without any.
 
-    `drops`: the dropout of the `trained` acts. `whole`: the backward runs through all layers,
-    though no adapter touches the first: processes that share a sharded base gather the same layers
-    in the same order.
-
     Raises:
         InvalidInputError: as `Request`.
         UnsupportedInputError: a blend, or an adapter with parts that a graph does not hold.
@@ -54,8 +50,8 @@ class TrainingCall(Request):
         backend: LoRABackend,
         after_cache: bool,
         trained: Sequence[TrainedAdapter],
-        drops: bool,
-        whole: bool,
+        drops: bool,  # their dropout acts
+        whole: bool,  # the backward runs through all layers
     ) -> None:
         super().__init__(model, pool, images, adapters, slots, backend, after_cache)
         self.model, self.trains = "", model
@@ -65,6 +61,8 @@ class TrainingCall(Request):
                 "  allowed: one name or None per row or token\n"
                 "  to do: call it under torch.no_grad(), or give each row one adapter"
             )
+        # whole: though no adapter touches the first layers; processes that share a sharded base
+        # gather the same layers in the same order
         self._trained, self._whole = trained, whole
         for adapter in trained:
             adapter.expect_step()

@@ -242,8 +242,7 @@ def update_scaled(
 def add_stored(builder: Any, sums: Any, columns: Any, rows: Any, first: Any, parity: Any) -> Any:
     """add_stored(sums, columns, addresses, j, odd): ``sums[t, i] + columns[i] * h[t, j]``.
 
-    The addresses are of rows of float32. A row has an even and an odd sum for each column vector,
-    one pair after the other; `odd`, a tuple of one item or none, says to which is added.
+    The addresses are of rows of float32.
     """
     odd = len(parity)
     offset = builder.add(builder.mul(first, lowering.integer(4)), lowering.integer(4 * odd))
@@ -251,6 +250,8 @@ def add_stored(builder: Any, sums: Any, columns: Any, rows: Any, first: Any, par
         at = builder.add(address, offset)
         factor = lowering.splat(builder, lowering.load_value(builder, at, lowering.F32))
         for i, vector in enumerate(columns):
+            # an even and an odd sum for each column vector; `odd`, a tuple of one item or none,
+            # chooses
             item = 2 * (t * len(columns) + i) + odd
             sums[item] = lowering.multiply_add(builder, vector, factor, sums[item])
     return sums
@@ -459,8 +460,7 @@ def update_first(
 ) -> Any:
     """update_first(addresses, k, n, sums, factors, begun): n float32 of every row from k on.
 
-    Row t becomes ``sums[t] * factors[t]``, plus its old value if `begun` is not 0. Equal addresses
-    must have equal sums.
+    Row t becomes ``sums[t] * factors[t]``, plus its old value if `begun` is not 0.
     """
     width, masks = len(sums) // len(rows), []
     offset = builder.mul(first, lowering.integer(4))
@@ -477,5 +477,6 @@ def update_first(
             read = builder.and_(mask, lowering.mask_all(builder, adds))
             row = lowering.load_masked(builder, types.float32, at, read)
             results.append((at, builder.select(read, builder.fadd(row, total), total), mask))
+    # equal addresses must have equal sums
     for at, total, mask in results:  # last: rows may be equal
         lowering.store_masked(builder, at, total, mask)

@@ -131,8 +131,8 @@ def _dh_kernel(
     grad_dtype: torch.dtype,
     dtype: torch.dtype,
     token_scales: bool,
-    programs: int,
-    tile: int,
+    programs: int,  # rows of the grid
+    tile: int,  # rows of grad per program
     row: tuple[Any, ...],
     options: Options,
 ) -> SpecializedKernel:

@@ -284,24 +284,19 @@ class BackwardSite(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def kernel_of(
-    kernel: Any,
+    kernel: Any,  # of `backward_kernels`
     site: BackwardSite,
-    columns: SiteColumns,
-    item_bytes: int,
-    mixed: bool,
+    columns: SiteColumns,  # of the operand that is summed over, or of the result
+    item_bytes: int,  # of the operand in memory
+    mixed: bool,  # the operands of products differ in dtype
     precision: str,
     *,
     scaled: bool = False,
     has_factors: bool = False,
-    shared: bool = False,
-    every: bool = True,
+    shared: bool = False,  # the result is one of all experts
+    every: bool = True,  # results of all slots are wanted
 ) -> SpecializedKernel:
-    """Return a kernel of the backward, one of `backward_kernels`.
-
-    `columns` are those of the operand that is summed over, or of the result, whose values have
-    `item_bytes` in memory. `mixed`: the operands of products differ in dtype. `shared`: the result
-    is one of all experts. `every`: results of all slots are wanted.
-    """
+    """Return a kernel of the backward for a site."""
     narrow = item_bytes == 2 and not mixed and not site.storage
     block_r = min(padded_rank(site.max_rank), _MOST_RANKS)
     blocks = site.num_a * (padded_rank(site.max_rank) // block_r)

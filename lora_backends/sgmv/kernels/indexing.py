@@ -83,12 +83,10 @@ def scales_of_a(a, slot, s, r, S: tl.constexpr):
 
 @triton.jit
 def in_groups(r, rank, GROUP: tl.constexpr):
-    """Return r < rank, rounded up to groups of 8 or 16; a GROUP of 0 rounds nothing.
-
-    A mask that is constant over 8 neighbours keeps loads and stores 16 bytes wide; bytes take
-    groups of 16.
-    """
+    """Return r < rank, rounded up to groups of 8 or 16; a GROUP of 0 rounds nothing."""
     if GROUP > 0:
+        # constant over 8 neighbours, so that loads and stores stay 16 bytes wide; bytes take groups
+        # of 16
         return r // GROUP * GROUP < rank
     else:
         return r < rank

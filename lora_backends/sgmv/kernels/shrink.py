@@ -24,9 +24,7 @@ from lora_backends.sgmv.kernels.widening import widened
 def shrink_tile(x, a, h, rows, program, S: tl.constexpr):
     """h[k, s, rows.h, :r] = x[tokens, part k] @ a[slot, s, :r, part k].T for a block of rows of A.
 
-    Each part k of the inputs writes its own plane of partial sums. EXITS: a program whose rows of A
-    all lie beyond the ranks ends early; to know that, every program waits for its ranks. Without
-    EXITS such a program runs on, and loads no A.
+    Each part k of the inputs writes its own plane of partial sums.
     """
     part = program % S.SPLIT_K
     n = program // S.SPLIT_K * S.BLOCK_N + tl.arange(0, S.BLOCK_N)  # [N]
@@ -35,6 +33,7 @@ def shrink_tile(x, a, h, rows, program, S: tl.constexpr):
     ranks_at = a.ranks + rows.slot * S.NUM_SLICES + s
     rank = tl.load(ranks_at, mask=s < S.NUM_SLICES, other=0, cache_modifier=".cg")  # [N]
     if S.EXITS:
+        # to know that, every program waits for its ranks; without EXITS it runs on, and loads no A
         if tl.max(rank - r) <= 0:
             return
     has_token = rows.tokens >= 0  # [T]

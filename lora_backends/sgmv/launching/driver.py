@@ -62,19 +62,7 @@ class _Frame(NamedTuple):
 
 
 class DriverKernel:
-    """A compiled kernel with all of its arguments but two addresses.
-
-    Args:
-        launch: cuLaunchKernelEx.
-        function: address of the kernel (CUfunction).
-        grid: of one row.
-        axis: of the grid along which rows follow each other.
-        threads: of a program.
-        shared_bytes: of a program.
-        programmatic: launch before the kernel in front has ended.
-        arguments: of the kernel, without constants. Its tensors and code must stay alive.
-        second: place of the address that changes besides the first argument's.
-    """
+    """A compiled kernel with all of its arguments but two addresses."""
 
     __slots__ = (
         *("_arguments", "_axis", "_frames", "_function"),
@@ -83,15 +71,15 @@ class DriverKernel:
 
     def __init__(
         self,
-        launch: Any,
-        function: int,
-        grid: tuple[int, int, int],
-        axis: int,
-        threads: int,
-        shared_bytes: int,
-        programmatic: bool,
-        arguments: Sequence[int],
-        second: int,
+        launch: Any,  # cuLaunchKernelEx
+        function: int,  # address of the kernel (CUfunction)
+        grid: tuple[int, int, int],  # of one row
+        axis: int,  # of the grid along which rows follow each other
+        threads: int,  # of a program
+        shared_bytes: int,  # of a program
+        programmatic: bool,  # launch before the kernel in front has ended
+        arguments: Sequence[int],  # without constants; their tensors and code must stay alive
+        second: int,  # place of the address that changes besides the first
     ) -> None:
         self._launch, self._function = launch, function
         self._axis, self._programs, self._second = axis, grid[axis], _ARGUMENTS + second
@@ -139,15 +127,12 @@ class DriverKernel:
 def driver_kernel(
     compiled: Any,
     pointers: Sequence[int],
-    numbers: Sequence[int],
-    second: int,
+    numbers: Sequence[int],  # that Triton did not compile in as constants
+    second: int,  # place of the address that changes besides the first
     grid: tuple[int, int, int],
     axis: int,
 ) -> DriverKernel | None:
-    """Return a kernel that Triton compiled for these arguments, or None if Triton must launch it.
-
-    `numbers` are those that Triton did not compile in as constants.
-    """
+    """Return a kernel that Triton compiled for these arguments, or None: Triton launches it."""
     driver, metadata = cuda_driver(), compiled.metadata
     if driver is None or metadata.num_ctas != 1 or metadata.shared > _MOST_SHARED:
         return None

@@ -59,16 +59,6 @@ class Arguments(NamedTuple):
 class SpecializedKernel:
     """A kernel with fixed constants and options, compiled once per kind of arguments.
 
-    Args:
-        kernel: a `triton.jit` function whose signature has tensors, descriptors, ints, constants,
-            in that order.
-        constants: a value for every constant of the signature, by name.
-        programs: programs in a row of the grid.
-        num_warps: warps of a program.
-        num_stages: loop steps whose loads are in flight together.
-        programmatic: launch before the kernel in front has ended (compute capability 9.0).
-        max_registers: of a thread, on a CUDA device; 0 leaves it to the compiler.
-
     Raises:
         TypeError: a constant is missing or unknown.
     """
@@ -86,13 +76,13 @@ class SpecializedKernel:
 
     def __init__(
         self,
-        kernel: Any,
-        constants: Mapping[str, Any],
-        programs: int,
-        num_warps: int = 4,
-        num_stages: int = 1,
-        programmatic: bool = False,
-        max_registers: int = 0,
+        kernel: Any,  # has tensors, descriptors, ints, constants, in that order
+        constants: Mapping[str, Any],  # a value for each of the signature, by name
+        programs: int,  # in a row of the grid
+        num_warps: int = 4,  # of a program
+        num_stages: int = 1,  # loop steps whose loads are in flight together
+        programmatic: bool = False,  # launch before the kernel in front has ended
+        max_registers: int = 0,  # of a thread, on a CUDA device; 0 leaves it to the compiler
     ) -> None:
         names = [name for name in kernel.arg_names if name.isupper()]
         if set(names) != set(constants):
@@ -212,12 +202,7 @@ def specialized(kernel: Any, programs: int, **given: Any) -> SpecializedKernel:
 
 
 class BoundKernel:
-    """A compiled kernel, launched before, with all of its arguments but two addresses.
-
-    `grid` is that of one row, and rows follow each other along `axis`. `second` is the place of the
-    address that changes besides the first argument's. `driver` is the same kernel, launched in less
-    time; None if Triton must launch it.
-    """
+    """A compiled kernel, launched before, with all of its arguments but two addresses."""
 
     __slots__ = ("_axis", "_compiled", "_driver", "_given", "_programs", "_run", "_second")
 
@@ -225,10 +210,10 @@ class BoundKernel:
         self,
         compiled: Any,
         arguments: list[Any],
-        second: int,
-        grid: tuple[int, int, int],
-        axis: int = 0,
-        driver: DriverKernel | None = None,
+        second: int,  # place of the address that changes besides the first
+        grid: tuple[int, int, int],  # of one row
+        axis: int = 0,  # of the grid along which rows follow each other
+        driver: DriverKernel | None = None,  # the same, launched in less time
     ) -> None:
         self._driver = driver
         # built once: reading Triton's `run` property and filling the list would slow each launch

@@ -59,9 +59,10 @@ def _rows(lora_b: Located) -> int:
 def descriptor(lora_b: Located, max_rank: int, block_c: int, block_r: int) -> Any:
     """Return the TMA descriptor of a B that `allows_tma`, as one matrix [rows, max_rank].
 
-    Column c of slot l is row ``l * (slot stride // row stride) + c``, and with a table of slices
-    their distance further on. A load takes `block_c` columns of y and `block_r` ranks.
+    A load takes `block_c` columns of y and `block_r` ranks.
     """
+    # column c of slot l is row ``l * (slot stride // row stride) + c``, and with a table of slices
+    # their distance further on
     shape = [_rows(lora_b), max_rank]
     return TensorDescriptor(lora_b.base, shape, [lora_b.base.stride(-2), 1], [block_c, block_r])
 

@@ -62,15 +62,12 @@ LabOf = Callable[[BatchShape, LayerShape], "Lab"]
 
 
 def asked_source(
-    engine: Any,
+    engine: Any,  # the class; searches make backends of it
     device: torch.device,
-    tiles: str | os.PathLike[str] | TileSource,
-    batch_invariant: bool = False,
+    tiles: str | os.PathLike[str] | TileSource,  # as for `tile_source`, or "tune:60s"
+    batch_invariant: bool = False,  # nothing is tuned then
 ) -> TileSource:
     """Return the source that an engine's option `tiles`, or the variable, asks for.
-
-    `tiles` is as for `tile_source`, or e.g. "tune:60s". Searches make backends of `engine`, the
-    class; a batch-invariant one tunes nothing.
 
     Raises:
         InvalidInputError: as `tile_source`; or the time cannot be read, or the user's folder cannot
@@ -97,16 +94,12 @@ def asked_source(
 def first_use_source(
     backend: str,
     device: torch.device,
-    seconds: float,
-    tables: TileSource,
+    seconds: float,  # for all searches of the source together
+    tables: TileSource,  # where a search starts, and for calls that are not searched
     lab_of: LabOf,
     now: Callable[[], float] = time.monotonic,
 ) -> TileSource:
-    """Return a source that searches sizes for layers that no table of this card has.
-
-    All of its searches together take `seconds`, by the clock `now`; they start from sizes of
-    `tables`.
-    """
+    """Return a source that searches sizes for layers that no table of this card has."""
     from lora_backends.bench.results import check_writable, versions
 
     software = {name: str(number) for name, number in versions(*_PACKAGES).items()}
