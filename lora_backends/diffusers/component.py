@@ -32,9 +32,7 @@ class Room:
 
 
 class Component:
-    """One component of a pipeline that `check_component` accepts, with its adapters and hooks.
-
-    `copies` and `trial` are those of `ComponentCall`.
+    """One component of a pipeline, with its adapters and hooks.
 
     Raises:
         UnsupportedInputError: the component is on another device than the backend.
@@ -43,10 +41,10 @@ class Component:
     def __init__(
         self,
         name: str,
-        base: nn.Module,
+        base: nn.Module,  # that `check_component` accepts
         backend: LoRABackend,
-        copies: Sequence[int],
-        trial: DenoiserTrial | None,
+        copies: Sequence[int],  # as `ComponentCall`
+        trial: DenoiserTrial | None,  # as `ComponentCall`
     ) -> None:
         self.name, self._copies, self._trial = name, copies, trial
         dtype, device = dtype_and_device(base)

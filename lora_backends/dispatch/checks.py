@@ -114,10 +114,10 @@ def check_operation(
     first: Any,
     weights: LoRAWeights,
     plan: Any,
-    base_output: Tensor | None = None,
-    out: Tensor | None = None,
+    base_output: Tensor | None = None,  # of an operation that returns y
+    out: Tensor | None = None,  # of one that returns h
 ) -> None:
-    """Guard a call: one that returns h has `out`, the others may have base_output."""
+    """Guard a call of an operation."""
     problems, name = Problems(engine), operation.argument
     if _weights_fit(problems, weights, plan) and _has_halves(problems, operation, weights):
         if operation.num_slices not in (None, weights.num_slices):

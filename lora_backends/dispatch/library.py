@@ -96,7 +96,7 @@ def trace_shrink(
 
 def trace_add(
     operation: Operation,
-    call: Callable[..., Tensor],
+    call: Callable[..., Tensor],  # the method, which checks
     engine: Engine,
     x: Tensor,
     weights: LayerWeights,
@@ -104,10 +104,7 @@ def trace_add(
     base_output: Tensor | None,
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> Tensor:
-    """Return y of a traced call of `operation`; `call` is the method, which checks.
-
-    Options reach torch's library as the places of their values in the operation's lists.
-    """
+    """Return y of a traced call of `operation`."""
     needs_gradient = _needs_gradient(x, weights, base_output)
     if not isinstance(plan, Handled) or (
         needs_gradient and not (operation.is_dense and _can_record(engine, weights))
@@ -121,6 +118,7 @@ def trace_add(
     if y is None:
         # traced with the program, so that its allocator plans this memory too
         y = new_output(operation, x, weights, plan, options)
+    # options reach torch's library as the places of their values in the operation's lists
     places = [option.values.index(options[option.name]) for option in operation.options]
     run(operation.name, x, y, engine.handle, weights.handle, plan.handle, places)
     return y

@@ -32,29 +32,25 @@ _NUMBERS = count()
 
 
 class WrappedModel:
-    """The modules of a base model that adapters may touch, their layouts, hooks and adapters.
-
-    `base` has passed `check_base`; `fuse` joins modules with one input. A `trial` has inputs for a
-    model outside Transformers, such as a denoiser of images, whose convolutions are adapted, too;
-    None: a model of Transformers.
-    """
+    """The modules of a base model that adapters may touch, their layouts, hooks and adapters."""
 
     pool: AdapterPool  # set by `open`
 
     def __init__(
         self,
-        base: nn.Module,
+        base: nn.Module,  # that has passed `check_base`
         backend: LoRABackend,
         dtype: torch.dtype,
         device: torch.device,
-        fuse: bool,
-        trial: TrialInputs | None = None,
+        fuse: bool,  # join modules with one input
+        trial: TrialInputs | None = None,  # inputs of a model outside Transformers
     ) -> None:
         self.base, self.backend, self.dtype = base, backend, dtype
         self.key = f"model {next(_NUMBERS)}"  # see `ModelCall.model`
         self.experts = find_experts(base, dtype, device)
         routers = find_routers(base, self.experts, dtype, device)
         # Routers are no linear layers for `find_sites`, and take LoRA all the same.
+        # a denoiser of images has convolutions, which are adapted, too
         self.sites = find_sites(base, dtype, device, trial is not None) | routers
         self.routers = frozenset(routers)
         # Experts see hidden states as a linear layer does, so one probe is enough.

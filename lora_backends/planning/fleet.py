@@ -93,12 +93,6 @@ def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) ->
     The simulations for `by_slots` all use the fewest cards that keep up with requests routed by
     adapter, or one card if no number of cards does.
 
-    Args:
-        model: sizes of the base model and of an adapter.
-        traffic: load of the whole fleet.
-        card: measurements of one card.
-        fleet: serving options of every card.
-
     Raises:
         InvalidInputError: no slot fits beside the base model and the cache, or fewer than
             `fleet.slots` do.

@@ -66,22 +66,18 @@ class Outcome:
 
 
 class Simulation:
-    """One card that serves a list of requests, once.
-
-    Requests come in order of arrival; `in_memory` are the adapters in host memory at the start, the
-    least recently used first.
-    """
+    """One card that serves a list of requests, once."""
 
     def __init__(
         self,
-        requests: Sequence[Arrival],
+        requests: Sequence[Arrival],  # in order of arrival
         times: Times,
         *,
-        slots: int,
-        rows: int,
-        adapter_bytes: int,
-        memory_bytes: int,
-        in_memory: Sequence[int] = (),
+        slots: int,  # of the pool
+        rows: int,  # the most in a batch
+        adapter_bytes: int,  # in host memory
+        memory_bytes: int,  # for adapters
+        in_memory: Sequence[int] = (),  # at the start, the least recently used first
     ) -> None:
         self._requests, self._times, self._most_rows = requests, times, rows
         self._adapter, self._budget = _InMemory(adapter_bytes), memory_bytes

@@ -144,17 +144,14 @@ def _stacks(weights: LoRAWeights) -> Stacks:
 
 def kernels_of(
     weights: LoRAWeights,
-    stacks: Stacks,
+    stacks: Stacks,  # the layer's
     plan: SgmvPlan,
-    rows: int,
-    dtype: torch.dtype | None,
+    rows: int,  # of x
+    dtype: torch.dtype | None,  # of x, or of the result where x has none
     options: Options,
     form: Form = "linear",
 ) -> Kernels:
-    """Return both kernels for a layer, a plan and x of `rows` rows: one cached lookup.
-
-    `stacks` are the layer's. `dtype` is that of x, or of the result where x has none.
-    """
+    """Return both kernels for a layer, a plan and x: one cached lookup."""
     # a captured graph serves every batch of `rows` rows, an eager call the batch as it is
     tokens = rows if plan.is_captured else plan.num_tokens
     shape = INVARIANT_BATCH if options.batch_invariant else (tokens, plan.active_slots)

@@ -97,14 +97,9 @@ class Recorded:
         return {name: _state_of(t) for name, t in tensors if name.partition("[")[0] in read}
 
     def check_layer(self, before: Mapping[str, tuple[int, int]]) -> None:
-        """Refuse a backward with other weights than the forward had, whose `states` are `before`.
-
-        torch makes this check for tensors that a node saves. But hooks on saved tensors would copy
-        whole stacks, and torch does not check the copies.
-
-        Raises:
-            InvalidInputError: one of them was changed in place, or moved, after the forward.
-        """
+        """Raise InvalidInputError if a tensor in `before`, the forward's `states`, has changed."""
+        # torch makes this check for tensors that a node saves. But hooks on saved tensors would
+        # copy whole stacks, and torch does not check the copies.
         for name, state in before.items():
             now = _state_of(self.weights.tensors[name])
             if now != state:

@@ -70,13 +70,13 @@ def _run(
     operation: str,
     x: torch.Tensor,
     base_output: torch.Tensor | None,
-    tensors: list[torch.Tensor],
-    backend: int,
+    tensors: list[torch.Tensor],  # of the layer, as the program passes them
+    backend: int,  # a handle, as the next two
     weights: int,
     plan: int,
-    shape: list[int],
+    shape: list[int],  # of the result
     dtype: torch.dtype,
-    has_scales: bool,
+    has_scales: bool,  # the layer has output_scales
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result of this shape and dtype, and how often the plan was refilled so far."""
     engine, of_batch = lookup(backend), lookup(plan)

@@ -19,17 +19,15 @@ from lora_backends.hf.replacements.modules import Invocation
 
 
 def invoked(
-    adapters: Sequence[RowAdapters],
+    adapters: Sequence[RowAdapters],  # per row
     slots: Mapping[str, int],
     pool: AdapterPool,
-    inputs: Mapping[str, Any],
-    after_cache: bool,
+    inputs: Mapping[str, Any],  # of the forward pass, or of `generate`
+    after_cache: bool,  # the tokens of a given cache are not among its ids
 ) -> Sequence[RowAdapters]:
     """Return the entries of rows, one per token where an adapter has to be invoked.
 
-    A row that gives an entry for each of its tokens says itself where the adapter acts. `inputs`
-    are those of the forward pass, or of `generate`; `after_cache` says that the tokens of a given
-    cache are not among its token ids. On a GPU this waits for the device.
+    On a GPU this waits for the device.
 
     Raises:
         UnsupportedInputError: there are no token ids to find the invocation in, or it may lie in

@@ -29,19 +29,15 @@ from lora_backends.hf.layout.sites import ModuleSite
 
 
 class Hooked:
-    """The hooks of one wrapper on its base model.
-
-    `sites` are the modules that an adapter may touch, by path, those of `routers` included;
-    `experts` the stacked parameters. `fuse` joins modules with one input.
-    """
+    """The hooks of one wrapper on its base model."""
 
     def __init__(
         self,
         served: Served,
-        sites: Mapping[str, ModuleSite],
-        experts: Mapping[str, ExpertSite],
+        sites: Mapping[str, ModuleSite],  # that adapters may touch, routers included
+        experts: Mapping[str, ExpertSite],  # stacked parameters, by path
         routers: Mapping[str, ModuleSite],
-        fuse: bool,
+        fuse: bool,  # join modules with one input
     ) -> None:
         self._served = served
         self._sites, self._experts, self._routers = sites, experts, routers

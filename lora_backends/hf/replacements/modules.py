@@ -38,19 +38,15 @@ class Invocation:
 
 
 class Replacements:
-    """The modules of adapters that take the place of one base model's.
-
-    `layouts` and `handles` get those of further modules when they are needed. `fused`: LoRA may be
-    a part of a module's `forward`.
-    """
+    """The modules of adapters that take the place of one base model's."""
 
     def __init__(
         self,
         model: str,
         base: nn.Module,
-        layouts: MutableMapping[str, Layout],
-        handles: list[Any],
-        fused: bool,
+        layouts: MutableMapping[str, Layout],  # more are added when they are needed
+        handles: list[Any],  # of hooks
+        fused: bool,  # LoRA may be a part of a module's `forward`
     ) -> None:
         self._model, self._base = model, base
         self._layouts, self._handles, self._fused = layouts, handles, fused

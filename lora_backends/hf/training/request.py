@@ -123,18 +123,14 @@ class TrainingCall(Request):
     def multiply(
         self,
         operation: str,
-        paths: Sequence[str],
+        paths: Sequence[str],  # of the modules, one per slice
         layout: Layout,
         x: Tensor,
-        weights: LoRAWeights,
-        weight: Tensor,
-        bias: Tensor | None,
+        weights: LoRAWeights,  # the stack that they share
+        weight: Tensor,  # [sum of widths, in_features], without a gradient
+        bias: Tensor | None,  # [sum of widths]
     ) -> Tensor:
-        """Return the product of x with joined weights, with the LoRA of each row.
-
-        `paths` are those of the modules, one per slice, and `weights` the stack that they share.
-        `weight` [sum of widths, in_features] has no gradient; `bias` is [sum of widths], or None.
-        """
+        """Return the product of x with joined weights, with the LoRA of each row."""
         plan = self.plan(x.shape[:-1], layout, paths)
         parameters = self._parameters(paths, joined=True)
         with torch.no_grad():

@@ -67,8 +67,8 @@ def run_dh(
     grad: torch.Tensor,
     weights: LoRAWeights,
     plan: SgmvPlan,
-    programs: int,
-    narrow: bool,
+    programs: int,  # rows of the grid
+    narrow: bool,  # in the dtype of 16-bit stacks
     options: Options,
 ) -> torch.Tensor:
     """Return dh [num_slices, rows, max_rank], zero beyond ranks and without adapter."""
@@ -178,8 +178,8 @@ def run_dx(
     dx: torch.Tensor,
     weights: LoRAWeights,
     plan: SgmvPlan,
-    programs: int,
-    adds: bool,
+    programs: int,  # rows of the grid
+    adds: bool,  # dx has values that stay
     options: Options,
 ) -> None:
     """Add to dx, or overwrite it, rows without adapter with zeros."""

@@ -167,13 +167,13 @@ class Backward:
     def _products(
         self,
         rows: torch.Tensor,
-        row_strides: tuple[int, int],
+        row_strides: tuple[int, int],  # of tokens and pairs
         stack: torch.Tensor,
-        strides: tuple[int, ...],
+        strides: tuple[int, ...],  # of slot, expert, a, rank, column
         scales: torch.Tensor | None,
         scale_strides: tuple[int, ...],
         columns: SiteColumns,
-        is_b: bool,
+        is_b: bool,  # rows are of grad, and sums are scaled
     ) -> torch.Tensor:
         weights, routing = self.weights, self.routing
         mixed = rows.dtype != stack.dtype
@@ -221,15 +221,15 @@ class Backward:
 
     def _write_outer(
         self,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        right_strides: tuple[int, int],
+        left: torch.Tensor,  # u or h
+        right: torch.Tensor,  # x or grad
+        right_strides: tuple[int, int],  # of tokens and pairs
         columns: SiteColumns,
         out: torch.Tensor,
-        out_strides: tuple[int, ...],
+        out_strides: tuple[int, ...],  # of slot, expert, a, rank, column
         slots: Sequence[int] | None,
     ) -> None:
-        """Write a stack's gradient; its strides are those of slot, expert, a, rank, column."""
+        """Write a stack's gradient."""
         if not out.numel():
             return
         weights, routing, factors = self.weights, self.routing, self.factors
