@@ -43,7 +43,7 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
         Cut("group", _groups(plan), segment * group, active),
         source,
         f"segments of {segment} tokens, up to {group} in a group: {plan.num_runs} in "
-        f"{plan.num_groups} groups, {plan.max_groups} groups while a CUDA graph is captured",
+        f"{plan.num_groups} groups, {plan.most_rows} groups while a CUDA graph is captured",
         _LEGEND,
     )
 

@@ -39,16 +39,11 @@ class CsgmvPlan(SgmvPlan):
 
     has_places: ClassVar[bool] = True
 
-    num_groups: int = field(default=0, kw_only=True)  # groups in use now, <= max_groups
-
-    @property
-    def max_groups(self) -> int:
-        """Groups that any composition of `capacity` tokens can need."""
-        return layout.max_runs(self.capacity, self.num_slots, self.tile_tokens)
+    num_groups: int = field(default=0, kw_only=True)  # groups in use now, <= most_rows
 
     @property
     def group_starts(self) -> torch.Tensor:
-        """The first segment of every group: [max_groups + 1] int32, ascending."""
+        """The first segment of every group: [most_rows + 1] int32, ascending."""
         starts: torch.Tensor = self.tables()[2]
         return starts
 
@@ -71,7 +66,7 @@ class CsgmvPlan(SgmvPlan):
     def _view_tables(self) -> Tables:
         first, size, room = self.tables_at(), self.run_tokens, self.most_runs
         at = first + layout.run_tables_size(size, room)
-        starts = self.packed.as_strided((self.max_groups + 1,), (1,), at)
+        starts = self.packed.as_strided((self.most_rows + 1,), (1,), at)
         return *layout.run_tables(self.packed, first, size, room), starts
 
     def fill(self, batch: LoRABatch, counted: Counted, segment_size: int, group_size: int) -> None:
@@ -85,7 +80,7 @@ class CsgmvPlan(SgmvPlan):
             starts = starts_of_groups(segments, self.tile_tokens // self.run_tokens)
         self.num_groups = starts.size
         groups_at = layout.run_tables_size(self.run_tokens, self.most_runs)
-        group_starts = tables[groups_at : groups_at + self.max_groups + 1]
+        group_starts = tables[groups_at : groups_at + self.most_rows + 1]
         group_starts.fill(self.num_runs)
         group_starts[: starts.size] = starts
         self._send(staged)

@@ -57,6 +57,7 @@ class SgmvPlan(CachingPlan):
     run_tokens: int = field(default=0, kw_only=True)  # tokens per run, a power of two
     num_runs: int = field(default=0, kw_only=True)  # runs in use now, <= most_runs
     most_runs: int = field(default=0, kw_only=True)  # that any batch of `capacity` tokens can need
+    most_rows: int = field(default=0, kw_only=True)  # of the grid, likewise
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,6 +159,7 @@ class SgmvPlan(CachingPlan):
             if (self.run_tokens, self.tile_tokens) != (run_tokens, tile_tokens):
                 self.run_tokens, self.tile_tokens = run_tokens, tile_tokens
                 self.most_runs = max_runs(self.capacity, self.num_slots, run_tokens)
+                self.most_rows = max_runs(self.capacity, self.num_slots, tile_tokens)
                 self._views = None
             self.cut = (run_tokens, tile_tokens, *self.sizes_key(batch))
         size, room = self.run_tokens, self.most_runs

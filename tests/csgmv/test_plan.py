@@ -25,7 +25,7 @@ def test_the_worked_example_of_the_plan():
     assert plan.slot_table.tolist() == [0, 2, 2, 2, -1]
     assert plan.token_table.tolist() == [[2, -1], [0, 3], [4, 5], [6, -1], [-1, -1]]
     assert plan.group_starts.tolist() == [0, 1, 3, 4, 4]
-    assert (plan.num_runs, plan.most_runs, plan.num_groups, plan.max_groups) == (4, 5, 3, 4)
+    assert (plan.num_runs, plan.most_runs, plan.num_groups, plan.most_rows) == (4, 5, 3, 4)
 
 
 @pytest.mark.parametrize("segment_size, group_size", [(16, 1), (16, 4), (32, 2), (128, 1)])
@@ -36,12 +36,12 @@ def test_groups_share_out_the_segments_in_use(segment_size, group_size):
         slots = [generator.randint(-1, num_slots - 1) for _ in range(generator.randint(0, 400))]
         plan = _plan(slots, num_slots, segment_size, group_size)
         assert int(plan.group_starts[0]) == 0
-        for group in range(plan.max_groups):
+        for group in range(plan.most_rows):
             first, end = plan.group_starts[group : group + 2].tolist()
             assert (first < end) == (group < plan.num_groups)
             assert end - first <= group_size
         assert int(plan.group_starts[plan.num_groups]) == plan.num_runs <= plan.most_runs
-        assert int(plan.group_starts[plan.max_groups]) == plan.num_runs
+        assert int(plan.group_starts[plan.most_rows]) == plan.num_runs
 
 
 def test_a_batch_without_adapters_has_no_segments():

@@ -226,9 +226,9 @@ def test_tables_of_triton_are_those_of_csgmv_with_groups_of_one_segment():
         assert torch.equal(tiles.slot_table, groups.slot_table)
         assert torch.equal(tiles.token_table, groups.token_table)
         assert tiles.num_runs == groups.num_runs == groups.num_groups
-        assert tiles.most_runs == groups.most_runs == groups.max_groups
+        assert tiles.most_runs == groups.most_runs == groups.most_rows
         assert groups.group_starts.tolist() == [
-            min(group, groups.num_groups) for group in range(groups.max_groups + 1)
+            min(group, groups.num_groups) for group in range(groups.most_rows + 1)
         ]
         assert (tiles.tile_tokens, tiles.active_slots) == (groups.tile_tokens, groups.active_slots)
 
@@ -239,5 +239,5 @@ def test_a_group_of_csgmv_holds_the_tokens_of_a_tile_of_triton():
         segment, group = generator.choice([(16, 2), (16, 4), (32, 2)])
         tiles = make_plan(slots, num_slots, segment * group)
         groups = make_plan(slots, num_slots, segment, group)
-        assert tiles.most_runs == groups.max_groups
+        assert tiles.most_runs == groups.most_rows
         assert [tokens for _, tokens in rows_of(tiles)] == [tokens for _, tokens in rows_of(groups)]
