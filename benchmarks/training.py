@@ -20,7 +20,7 @@ from lora_backends import LoRABatch, LoRAWeights, get_backend
 from lora_backends.backend import LoRABackend
 from lora_backends.bench.timing import between_events, captured, measure_limits
 from lora_backends.dispatch.gradients.differentiate import run_with_parameters
-from lora_backends.dispatch.gradients.recorded import SlotParameter, Target
+from lora_backends.dispatch.gradients.recorded import GradientTarget, SlotParameter
 from lora_backends.operations import BY_NAME
 
 LAYERS = {
@@ -78,7 +78,7 @@ class Layer:
         self.lora_a = random(count, len(self.widths), rank, inputs, by=inputs**-0.5)
         self.lora_b = random(count, outputs, rank, by=rank**-0.5)
         self.parameters = [
-            SlotParameter(part.detach().clone().requires_grad_(), Target(name, slot, s))
+            SlotParameter(part.detach().clone().requires_grad_(), GradientTarget(name, slot, s))
             for slot, adapter_rank in enumerate(cell.ranks)
             for s in range(len(self.widths))
             for name, part in self.parts(slot, s, adapter_rank)

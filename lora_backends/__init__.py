@@ -56,12 +56,10 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used.
-
-    The command line answers ``--help`` without torch, and kernels need no settings library.
-    """
+    """Import a public name when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # so the command line answers ``--help`` without torch, and kernels need no settings library
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

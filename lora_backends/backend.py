@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from lora_backends.batch import LoRABatch
 from lora_backends.common.devices import as_device, device_reasons
@@ -78,7 +79,7 @@ class LoRABackend(Dispatched, ABC):
     """Device type to priority for "auto", the highest wins; a type not listed is never chosen."""
     plan_type: ClassVar[type] = object
     """The type of plan that `prepare_batch` returns; another type is refused."""
-    routing_type: ClassVar[type] = ExpertRouting
+    routing_type: ClassVar[type[ExpertRouting]] = ExpertRouting
     """The type of routing that `prepare_experts` returns; another type is refused."""
 
     deterministic: bool = False
@@ -134,8 +135,8 @@ class LoRABackend(Dispatched, ABC):
 
     @abstractmethod
     def run_lora_a(
-        self, x: torch.Tensor, weights: LoRAWeights, plan: Any, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: Any, out: Tensor | None = None
+    ) -> Tensor:
         """Shrink: ``h[s, t, :r] = x[t] @ lora_a[l, s, :r].T``, zero beyond r and without adapter.
 
         Args:
@@ -151,12 +152,8 @@ class LoRABackend(Dispatched, ABC):
 
     @abstractmethod
     def run_lora_b(
-        self,
-        h: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, h: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         """Expand: ``y[t, o:o'] += scalings[l, s] * (h[s, t, :r] @ lora_b[l, o:o', :r].T) + bias``.
 
         Args:
@@ -172,12 +169,8 @@ class LoRABackend(Dispatched, ABC):
         """
 
     def run_linear(
-        self,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         """Shrink and expand: the LoRA of a linear layer with any number of slices.
 
         Args:
@@ -194,32 +187,20 @@ class LoRABackend(Dispatched, ABC):
         return unchecked(self, "run_lora_b")(h, weights, plan, base_output)
 
     def run_qkv(
-        self,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         """`run_linear` for the three slices q, k and v of a fused attention projection."""
         return unchecked(self, "run_linear")(x, weights, plan, base_output)
 
     def run_gate_up(
-        self,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         """`run_linear` for the two slices gate and up of a fused MLP projection."""
         return unchecked(self, "run_linear")(x, weights, plan, base_output)
 
     def run_embedding(
-        self,
-        token_ids: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         """Run the LoRA of an embedding: ``run_linear`` with ``x = one_hot(token_ids)``.
 
         This default picks the columns of lora_a that the batch needs and shrinks an identity, so
@@ -241,12 +222,8 @@ class LoRABackend(Dispatched, ABC):
         return unchecked(self, "run_linear")(x, used, plan, base_output)
 
     def run_logits(
-        self,
-        hidden: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, hidden: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         """`run_linear` for the language-model head, on the rows whose logits are wanted.
 
         The plan is made of the slots of those rows.
@@ -256,10 +233,10 @@ class LoRABackend(Dispatched, ABC):
     def prepare_experts(
         self,
         plan: Any,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
         num_experts: int,
-        expert_map: torch.Tensor | None = None,
+        expert_map: Tensor | None = None,
         out: Any | None = None,
     ) -> Any:
         """Make the routing of one layer's experts, for every site of that layer.
@@ -282,19 +259,19 @@ class LoRABackend(Dispatched, ABC):
         if out is not None:
             out.refill(plan, topk_ids, topk_weights, expert_map)
             return out
-        return ExpertRouting.of(plan, topk_ids, topk_weights, num_experts, expert_map)
+        return self.routing_type.of(plan, topk_ids, topk_weights, num_experts, expert_map)
 
     def run_experts(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         weights: ExpertWeights,
         routing: Any,
-        base_output: torch.Tensor | None = None,
+        base_output: Tensor | None = None,
         *,
         rows: str = "tokens",
         weighted: bool = False,
         reduce: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Run the LoRA of a mixture's experts, each pair of token and expert with its own A and B.
 
         For pair (t, j) with slot l, expert e, slice s, a = s (0 where one A feeds every slice),
@@ -334,7 +311,7 @@ class LoRABackend(Dispatched, ABC):
         add_experts(y, x, weights, routing, **options)
         return y
 
-    def token_slots(self, plan: Any, num_rows: int, num_slots: int) -> torch.Tensor:
+    def token_slots(self, plan: Any, num_rows: int, num_slots: int) -> Tensor:
         """Return the slot of each row of x, [num_rows] int64 on the device, -1 for none.
 
         This default lets `run_lora_a` answer, since it cannot look into a plan. It waits for the
@@ -352,13 +329,8 @@ class LoRABackend(Dispatched, ABC):
         return gradients.segments_of(self.token_slots(plan, num_rows, num_slots))
 
     def forward_with_h(
-        self,
-        operation: str,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, operation: str, x: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Run an operation on a dense layer, and return h too, where the backward can use it.
 
         The result has the bits of the operation itself. A backend whose `run_linear` has h in
@@ -381,16 +353,16 @@ class LoRABackend(Dispatched, ABC):
 
     def run_lora_b_backward(
         self,
-        grad: torch.Tensor,
-        h: torch.Tensor | None,
+        grad: Tensor,
+        h: Tensor | None,
         weights: LoRAWeights,
         plan: Any,
         *,
         needs_h: bool = True,
         narrow: bool = False,
-        lora_b: torch.Tensor | None = None,
+        lora_b: Tensor | None = None,
         slots: Sequence[int] | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Return dh and write dlora_b: the backward of the expand.
 
         With grad = dL/dy and c = scalings[l, s] * token_scales[t]:
@@ -425,14 +397,14 @@ class LoRABackend(Dispatched, ABC):
 
     def run_lora_a_backward(
         self,
-        dh: torch.Tensor,
-        x: torch.Tensor | None,
+        dh: Tensor,
+        x: Tensor | None,
         weights: LoRAWeights,
         plan: Any,
         *,
-        dx: torch.Tensor | None = None,
+        dx: Tensor | None = None,
         adds: bool = False,
-        lora_a: torch.Tensor | None = None,
+        lora_a: Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
         """Write dx and dlora_a: the backward of the shrink.
@@ -458,12 +430,12 @@ class LoRABackend(Dispatched, ABC):
 
     def run_embedding_backward(
         self,
-        dh: torch.Tensor,
-        token_ids: torch.Tensor,
+        dh: Tensor,
+        token_ids: Tensor,
         weights: LoRAWeights,
         plan: Any,
         *,
-        lora_a: torch.Tensor,
+        lora_a: Tensor,
         slots: Sequence[int] | None = None,
     ) -> None:
         """`run_lora_a_backward` of lora_a for ``x = one_hot(token_ids)``.
@@ -473,7 +445,7 @@ class LoRABackend(Dispatched, ABC):
         segments = self.slot_rows(plan, dh.shape[1], weights.num_slots)
         gradients.add_columns(dh, token_ids, weights, segments, lora_a=lora_a, slots=slots)
 
-    def embedding_h(self, token_ids: torch.Tensor, weights: LoRAWeights, plan: Any) -> torch.Tensor:
+    def embedding_h(self, token_ids: Tensor, weights: LoRAWeights, plan: Any) -> Tensor:
         """Return h of ``x = one_hot(token_ids)``, [num_slices, rows, max_rank] float32."""
         segments = self.slot_rows(plan, token_ids.shape[0], weights.num_slots)
         return gradients.one_hot_h(token_ids, weights, segments)
@@ -489,8 +461,8 @@ class LoRABackend(Dispatched, ABC):
 
     def run_experts_backward(
         self,
-        grad: torch.Tensor,
-        x: torch.Tensor | None,
+        grad: Tensor,
+        x: Tensor | None,
         weights: ExpertWeights,
         routing: Any,
         out: expert_gradients.ExpertGradients,
@@ -527,16 +499,16 @@ class LoRABackend(Dispatched, ABC):
             slots: whose gradients of stacks are wanted, ascending; None: all.
         """
         scales = getattr(routing.plan, "token_scales", None)
-        call = expert_gradients.Call(x, weights, routing, scales, rows, weighted, reduce)
+        call = expert_gradients.RoutedCall(x, weights, routing, scales, rows, weighted, reduce)
         groups = self.routed_pairs(routing, weights.num_slots)
         expert_gradients.backward(grad, call, groups, out, slots)
 
     def sum_tokens(
         self,
-        values: torch.Tensor,
+        values: Tensor,
         weights: LoRAWeights,
         plan: Any,
-        out: torch.Tensor,
+        out: Tensor,
         slots: Sequence[int] | None = None,
     ) -> None:
         """Write the sum of each slot's rows of `values` [rows, n] to `out` [len(slots), n].

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lora_backends.common.tensors import unusable
 from lora_backends.errors import InvalidInputError, shown
@@ -44,20 +45,16 @@ class LoRABatch:
         InvalidInputError: wrong type, shape, device or range.
     """
 
-    token_slots: torch.Tensor  # [num_tokens] or [num_tokens, n >= 2] int64, CPU, contiguous
+    token_slots: Tensor  # [num_tokens] or [num_tokens, n >= 2] int64, CPU, contiguous
     num_slots: int  # >= 1
-    token_scales: torch.Tensor | None  # in the shape of token_slots, float32, CPU, contiguous
+    token_scales: Tensor | None  # in the shape of token_slots, float32, CPU, contiguous
     num_tokens: int = field(init=False)  # tokens, those without an adapter included
 
     def __init__(
         self,
-        token_slots: torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | Any,
+        token_slots: Tensor | Sequence[int] | Sequence[Sequence[int]] | Any,
         num_slots: int,
-        token_scales: torch.Tensor
-        | Sequence[float]
-        | Sequence[Sequence[float]]
-        | Any
-        | None = None,
+        token_scales: Tensor | Sequence[float] | Sequence[Sequence[float]] | Any | None = None,
     ) -> None:
         num_slots = _as_num_slots(num_slots)
         slots = _as_int64(token_slots, "token_slots", most_axes=2)
@@ -74,10 +71,10 @@ class LoRABatch:
     @classmethod
     def from_sequences(
         cls,
-        slots: torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | Any,
-        lengths: torch.Tensor | Sequence[int] | Any,
+        slots: Tensor | Sequence[int] | Sequence[Sequence[int]] | Any,
+        lengths: Tensor | Sequence[int] | Any,
         num_slots: int,
-        scales: torch.Tensor | Sequence[float] | Sequence[Sequence[float]] | Any | None = None,
+        scales: Tensor | Sequence[float] | Sequence[Sequence[float]] | Any | None = None,
     ) -> LoRABatch:
         """Make a batch of whole sequences: ``slots[i]`` repeated ``lengths[i]`` times, in order.
 
@@ -169,7 +166,7 @@ def _check_num_tokens(num_tokens: int) -> None:
         )
 
 
-def _check_range(slots: torch.Tensor, num_slots: int) -> None:
+def _check_range(slots: Tensor, num_slots: int) -> None:
     if slots.numel() == 0:
         return
     lowest, highest = map(int, slots.aminmax())
@@ -183,7 +180,7 @@ def _check_range(slots: torch.Tensor, num_slots: int) -> None:
         )
 
 
-def _as_int64(values: Any, name: str, most_axes: int = 1) -> torch.Tensor:
+def _as_int64(values: Any, name: str, most_axes: int = 1) -> Tensor:
     """Return a fresh [n] int64 CPU tensor, or [n, m >= 1] where `most_axes` is 2.
 
     Raises:
@@ -207,7 +204,7 @@ def _as_int64(values: Any, name: str, most_axes: int = 1) -> torch.Tensor:
     return result
 
 
-def _as_scales(values: Any, slots: torch.Tensor) -> torch.Tensor:
+def _as_scales(values: Any, slots: Tensor) -> Tensor:
     """Return token_scales as a fresh float32 CPU tensor in the shape of `slots`."""
     tensor = _read(values, "token_scales", f"numbers of shape {list(slots.shape)}")
     if tensor.is_complex() or tensor.dtype == torch.bool or tensor.shape != slots.shape:
@@ -233,9 +230,9 @@ def _as_scales(values: Any, slots: torch.Tensor) -> torch.Tensor:
     return scales
 
 
-def _read(values: Any, name: str, allowed: str) -> torch.Tensor:
+def _read(values: Any, name: str, allowed: str) -> Tensor:
     """Return `values` as a CPU tensor in its own dtype."""
-    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
+    if isinstance(values, Tensor) and values.device.type != "cpu":
         raise InvalidInputError(
             f"{name} is on a device\n  given: a tensor on {values.device}\n"
             f"  allowed: a CPU tensor, list or array, since plans are made on the CPU\n"
@@ -250,13 +247,13 @@ def _read(values: Any, name: str, allowed: str) -> torch.Tensor:
         ) from error
 
 
-def _as_tensor(values: Any) -> torch.Tensor:
+def _as_tensor(values: Any) -> Tensor:
     """Return `values` as a plain tensor on the CPU, whatever torch's default device.
 
     Raises:
         TypeError, ValueError, RuntimeError: they cannot be read.
     """
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, Tensor):
         values = values.resolve_neg()
         reason = unusable(values)
         if reason:

@@ -96,10 +96,7 @@ def quantized(
 
 
 def _group_maximum(magnitudes: torch.Tensor, axis: int, per_group: int | None) -> torch.Tensor:
-    """Return the largest of each group along an axis, -1 or -2.
-
-    The last group may be narrower. An empty axis has one group, whose largest is 0.
-    """
+    """Return the largest of each group along an axis, -1 or -2; an empty axis has one of 0."""
     size = magnitudes.shape[axis]
     if size == 0:
         shape = list(magnitudes.shape)
@@ -109,6 +106,7 @@ def _group_maximum(magnitudes: torch.Tensor, axis: int, per_group: int | None) -
     whole = size - size % step
     groups = torch.unflatten(magnitudes.narrow(axis, 0, whole), axis, (whole // step, step))
     parts = [groups.amax(axis)]
+    # the last group may be narrower
     if whole < size:
         parts.append(magnitudes.narrow(axis, whole, size - whole).amax(axis, keepdim=True))
     return torch.cat(parts, axis)

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from lora_backends.dispatch.handles import Handled
 from lora_backends.eight_bit import ScaleBlock, b_row_groups, groups_of, quantized, spread
@@ -38,16 +39,16 @@ class ExpertWeights(LayerWeights):
             0..max_rank. Reading the ranks waits for the device once, here.
     """
 
-    lora_a: torch.Tensor  # [num_slots, num_experts or 1, num_a, max_rank, in_features]
-    lora_b: torch.Tensor  # [num_slots, num_experts or 1, out_features, max_rank]
-    ranks: torch.Tensor  # [num_slots, num_experts or 1, num_a] int32, 0..max_rank
-    scalings: torch.Tensor  # [num_slots, num_experts or 1, num_a] float32
+    lora_a: Tensor  # [num_slots, num_experts or 1, num_a, max_rank, in_features]
+    lora_b: Tensor  # [num_slots, num_experts or 1, out_features, max_rank]
+    ranks: Tensor  # [num_slots, num_experts or 1, num_a] int32, 0..max_rank
+    scalings: Tensor  # [num_slots, num_experts or 1, num_a] float32
     output_slices: tuple[int, ...]  # one width > 0 per slice, sum == out_features
     num_experts: int  # experts of this rank of a parallel group, at least 1
     interleaved: bool = False  # column o belongs to slice o % num_slices, not to a block of columns
-    a_scales: torch.Tensor | None = None  # [num_slots, num_experts or 1, num_a, groups of max_rank,
+    a_scales: Tensor | None = None  # [num_slots, num_experts or 1, num_a, groups of max_rank,
     # groups of in_features] float32, of an 8-bit lora_a
-    b_scales: torch.Tensor | None = None  # [num_slots, num_experts or 1, groups of rows summed over
+    b_scales: Tensor | None = None  # [num_slots, num_experts or 1, groups of rows summed over
     # slices, groups of max_rank] float32, of an 8-bit lora_b
     scale_block: ScaleBlock = (1, None)  # as in `LoRAWeights`; rows of B count within their slice
     compute_dtype: torch.dtype | None = None  # as in `LoRAWeights`
@@ -74,9 +75,7 @@ class ExpertWeights(LayerWeights):
         offsets = list(accumulate(self.output_slices, initial=0))
         return slice(offsets[slice_index], offsets[slice_index + 1])
 
-    def a_values(
-        self, slot: int, expert: int, a: int, rank: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def a_values(self, slot: int, expert: int, a: int, rank: int, dtype: torch.dtype) -> Tensor:
         """Return an A of a slot and expert, [rank, in_features], scales applied in `dtype`."""
         values = _of_expert(self.lora_a, slot, expert)[a, :rank].to(dtype)
         if self.a_scales is None:
@@ -84,9 +83,7 @@ class ExpertWeights(LayerWeights):
         scales = _of_expert(self.a_scales, slot, expert)[a]
         return values * spread(scales, rank, self.in_features, self.scale_block)
 
-    def b_values(
-        self, slot: int, expert: int, s: int, rank: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def b_values(self, slot: int, expert: int, s: int, rank: int, dtype: torch.dtype) -> Tensor:
         """Return B of slice s, [width of the slice, rank], scales applied in `dtype`."""
         values = _of_expert(self.lora_b, slot, expert)[self.columns(s), :rank].to(dtype)
         if self.b_scales is None:
@@ -141,10 +138,10 @@ class ExpertRouting(Handled):
 
     plan: Any  # of the tokens; read when an operation runs, so a refilled plan is followed
     num_experts: int  # that ids stay below
-    topk_ids: torch.Tensor  # [num_tokens, top_k] int64, -1 <= id < num_experts, on the device
-    topk_weights: torch.Tensor  # [num_tokens, top_k] float32, on the device
+    topk_ids: Tensor  # [num_tokens, top_k] int64, -1 <= id < num_experts, on the device
+    topk_weights: Tensor  # [num_tokens, top_k] float32, on the device
     refills: int = field(default=0, init=False)  # how often another choice took this one's place
-    differentiable_weights: torch.Tensor | None = field(default=None, init=False, repr=False)
+    differentiable_weights: Tensor | None = field(default=None, init=False, repr=False)
     # the tensor that topk_weights was copied from, where it requires a gradient
 
     @property
@@ -161,21 +158,17 @@ class ExpertRouting(Handled):
     def of(
         cls,
         plan: Any,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
         num_experts: int,
-        expert_map: torch.Tensor | None,
+        expert_map: Tensor | None,
     ) -> Self:
         """Return a routing with memory of its own; arguments as in `prepare_experts`."""
         local = local_ids(topk_ids, num_experts, expert_map)
         return cls(plan, num_experts, local, topk_weights.clone())
 
     def refill(
-        self,
-        plan: Any,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        expert_map: torch.Tensor | None,
+        self, plan: Any, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None
     ) -> None:
         """Take another choice of the same sizes; the tensors keep their addresses."""
         self.plan = plan
@@ -183,14 +176,12 @@ class ExpertRouting(Handled):
         self.topk_weights.copy_(topk_weights)
 
 
-def _of_expert(stack: torch.Tensor, slot: int, expert: int) -> torch.Tensor:
+def _of_expert(stack: Tensor, slot: int, expert: int) -> Tensor:
     """Return the part of [num_slots, num_experts or 1, ...] that is an expert's, a view."""
     return stack[slot, expert if stack.shape[1] > 1 else 0]
 
 
-def local_ids(
-    topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None
-) -> torch.Tensor:
+def local_ids(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
     """Return the id of each pair's expert on this rank, int64; -1 for dead pairs."""
     ids = topk_ids.long()
     if expert_map is not None:
@@ -207,7 +198,7 @@ _AXES = (
 
 
 def _check_axes(name: str, stack: Any, axes: str) -> None:
-    if not isinstance(stack, torch.Tensor):
+    if not isinstance(stack, Tensor):
         return  # refused by its type
     if stack.layout != torch.strided or stack.ndim != axes.count(",") + 1:
         raise InvalidInputError(

@@ -106,12 +106,12 @@ class LayerWeights(_LayerArguments, Handled):
     def derived(self, make: Callable[[Self], _Derived]) -> _Derived:
         """Return ``make(self)``, computed again only after a tensor has moved.
 
-        `make` is defined at the top level of a module. Its result depends on shapes, strides,
-        dtypes and addresses, never on values.
+        `make` depends on shapes, strides, dtypes and addresses, never on values.
         """
         footprint = self._footprint
         if footprint is None or footprint.addresses != tuple(map(_data_ptr, self.tensors.values())):
             _ = self.footprint  # clears the derived values after a move
+        # its key is the function: `make` is defined at the top level of a module
         made: _Derived | None = self._derived.get(make)
         if made is None:
             made = self._derived[make] = make(self)

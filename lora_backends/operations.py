@@ -88,16 +88,12 @@ OPERATIONS = (
 BY_NAME = MappingProxyType({operation.name: operation for operation in OPERATIONS})
 """Every operation by the name of its method."""
 
-DENSE = MappingProxyType({name: found for name, found in BY_NAME.items() if found.is_dense})
+DENSE = MappingProxyType({name: each for name, each in BY_NAME.items() if each.is_dense})
 """Those of them that `bench` times and `explain` draws."""
 
 
 def find_operation(name: str) -> Operation:
-    """Return the operation on dense layers that has a name.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
+    """Return the operation on dense layers that has a name; InvalidInputError if none has."""
     if name not in DENSE:
         raise InvalidInputError(
             f"no operation of a dense layer named {name!r}{did_you_mean(name, DENSE)}\n"

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lora_backends.adapters.pool.tensors import tensors_of
 from lora_backends.adapters.specs import Checkpoint, ExpertDelta, ModuleDelta
 from lora_backends.dtypes import dtype_name
@@ -84,7 +82,7 @@ def report(pool: AdapterPool, store: AdapterStore | None) -> AdaptersReport:
                 infos.append(AdapterInfo(name, "disk", folder=str(folder), problem=str(error)))
     return AdaptersReport(
         tuple(infos),
-        sum(_bytes(tensor) for tensor in pool.tensors()),
+        sum(tensor.nbytes for tensor in pool.tensors()),
         0 if store is None else store.kept_bytes,
         0 if store is None else store.cpu_bytes,
     )
@@ -105,7 +103,3 @@ def _in_slot(pool: AdapterPool, name: str) -> AdapterInfo:
 
 def _targets(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({path.rpartition(".")[2] for path in paths}))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -128,16 +128,14 @@ class Cell:
         return itemsize * self.rank * width
 
     def bytes_moved(self, itemsize: int) -> int:
-        """Return the bytes that the operation must move.
-
-        Active A and B are read once, the input is read once, y is read and written, and h counts
-        only where it is the input or the result. Of A, token ids select one column per token.
-        """
+        """Return the bytes that the operation must move."""
         operation, active = find_operation(self.operation), self.active_adapters
         h = len(self.output_slices) * self.tokens * self.rank
+        # active A and B are read once, and the input; y is read and written
         rows_of_a = active * len(self.output_slices) * self.rank
         inputs = {
             Input.ROWS: itemsize * (rows_of_a + self.tokens) * self.in_features,
+            # of A, token ids select one column per token
             Input.TOKEN_IDS: itemsize * h + ID_BYTES * self.tokens,
             Input.H: H_BYTES * h,
         }

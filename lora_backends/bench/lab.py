@@ -32,9 +32,7 @@ class _Prepared:
 class GpuLab:
     """A `Lab` that runs the batch of a workload on its layers.
 
-    Args:
-        backend_of: makes a backend with given sizes for every batch and layer.
-        work: what it runs.
+    `backend_of` makes a backend with given sizes for every batch and layer.
     """
 
     def __init__(self, backend_of: Callable[[Any], LoRABackend], work: Workload) -> None:

@@ -45,17 +45,14 @@ class Workload:
 def make_layers(
     cell: Cell, device: torch.device | str, dtype: torch.dtype, max_rank: int = 0
 ) -> list[LoRAWeights]:
-    """Return the layers that a timing rotates over, 4 or more.
-
-    A and B are scaled so that h and the delta are of order 1. The stack is `max_rank` wide; 0
-    means the cell's rank.
-    """
+    """Return the layers that a timing rotates over, 4 or more."""
     device, max_rank = torch.device(device), max_rank or cell.rank
     count = num_layers(cell, dtype.itemsize, ROTATED_BYTES[device.type], MOST_LAYERS[device.type])
     slots, slices = cell.num_slots, len(cell.output_slices)
     like: dict[str, Any] = {"device": device, "dtype": dtype}
     return [
         LoRAWeights(
+            # A and B are scaled so that h and the delta are of order 1
             lora_a=torch.randn(slots, slices, max_rank, cell.in_features, **like).mul_(
                 1 / math.sqrt(cell.in_features)
             ),

@@ -17,11 +17,11 @@ Rate = Annotated[FiniteFloat, Field(strict=True, gt=0, lt=1e15)]
 Text = Annotated[str, Field(strict=True, max_length=1000)]
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class _Timed(_Part):
+class _Timed(_Section):
     """A contender in a cell: a time with its efficiency."""
 
     us: Time
@@ -30,13 +30,13 @@ class _Timed(_Part):
     efficiency: Rate
 
 
-class _Failed(_Part):
+class _Failed(_Section):
     """A contender in a cell: why there is no time."""
 
     error: Text
 
 
-class _CellRow(_Part):
+class _CellRow(_Section):
     projection: Text
     operation: Text
     in_features: Size
@@ -51,17 +51,17 @@ class _CellRow(_Part):
     results: dict[Text, _Timed | _Failed]
 
 
-class _ContenderRow(_Part):
+class _ContenderRow(_Section):
     timing: Text
 
 
-class _LimitsRow(_Part):
+class _LimitsRow(_Section):
     copy_gb_per_s: Rate
     launch_us: Annotated[FiniteFloat, Field(strict=True, ge=0, lt=1e15)]
     gemm_gflop_per_s: Rate = 1.0
 
 
-class _Result(_Part):
+class _Result(_Section):
     device: Text
     dtype: Text
     date: Text
@@ -73,11 +73,7 @@ class _Result(_Part):
 
 
 def check_cells(result: dict[str, Any], path: Path) -> None:
-    """Check that a result holds cells of `lora-backends bench`, whole ones.
-
-    Raises:
-        InvalidInputError: it does not; the error names the missing and the wrong values.
-    """
+    """Raise InvalidInputError unless a result holds whole cells of `lora-backends bench`."""
     try:
         TypeAdapter(_Result).validate_python(result)
     except ValidationError as error:

@@ -73,12 +73,8 @@ def search_entry(
     now: Callable[[], float],
     end: float,
 ) -> tuple[Found, Entry]:
-    """Run `search` for a layer and a batch until `end`; return its result, and the table's entry.
-
-    Raises:
-        RulesFail: as `search`.
-    """
-    found = search(
+    """Run `search` for a layer and a batch until `end`; return its result and the entry."""
+    result = search(
         choose_tiles(batch, layer, gpu),
         in_use.choose_tiles(batch, layer),
         lambda tiles: not tile_faults(tiles, batch.tile_tokens, layer, gpu),
@@ -90,25 +86,24 @@ def search_entry(
         num_tokens=batch.num_tokens,
         active_slots=batch.active_slots,
         tile_tokens=batch.tile_tokens,
-        tiles=found.tiles,
-        tuned_us=round(found.tuned_us, 3),
-        rules_us=round(found.rules_us, 3),
+        tiles=result.tiles,
+        tuned_us=round(result.tuned_us, 3),
+        rules_us=round(result.rules_us, 3),
     )
-    return found, entry
+    return result, entry
 
 
 def search(
     rules: Any,
     in_use: Any,
-    legal: Callable[[Any], bool],
+    legal: Callable[[Any], bool],  # whether the kernels can take a TileConfig
     lab: Lab,
-    out_of_time: Callable[[], bool],
+    out_of_time: Callable[[], bool],  # asked before each candidate is compiled
 ) -> Found:
     """Climb from the sizes in use: change one size at a time while that makes a call faster.
 
     The result is never slower than the sizes of the rules or, given time to try them, than those in
-    use. `legal` says whether the kernels can take a TileConfig; `out_of_time` is asked before each
-    candidate is compiled.
+    use.
 
     Raises:
         RulesFail: the sizes of the rules cannot be compiled, or compute a wrong result.
@@ -152,11 +147,9 @@ def search(
 
 
 def neighbours(tiles: Any) -> list[Any]:
-    """Return a TileConfig with one size doubled, halved, or one more or less.
-
-    The two kernels take turns, so that a search with little time tries sizes of both.
-    """
+    """Return a TileConfig with one size doubled, halved, or one more or less."""
     halves = [_changed(tiles, half.name) for half in fields(tiles)]
+    # a search with little time tries sizes of both kernels
     in_turns = itertools.chain.from_iterable(itertools.zip_longest(*halves))
     return list(dict.fromkeys(each for each in in_turns if each is not None))
 

@@ -39,11 +39,8 @@ def graph_times(
 
 
 def captured(call: Call, num_layers: int) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph that runs every layer once.
-
-    Every layer runs once before the capture, so that compiling and other work of a first call
-    stays outside.
-    """
+    """Return a CUDA graph that runs every layer once."""
+    # compiling and other work of a first call stays outside of the capture
     for layer in range(num_layers):
         call(layer)
     torch.cuda.synchronize()
@@ -90,15 +87,13 @@ def times_in_turns(
     before_sweep: Callable[[], object],
     turns: int = TURNS,
 ) -> dict[str, list[float]]:
-    """Return microseconds of one call on the CPU, per turn: contenders sweep the layers in turns.
-
-    Other load on the machine then slows all contenders alike.
-    """
+    """Return microseconds of one call on the CPU, per turn: contenders take turns at the layers."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     begin = time.perf_counter()
     for turn in range(turns):
         if turn >= FEWEST_TURNS and time.perf_counter() - begin > SECONDS_A_CELL:
             break
+        # so that other load on the machine slows all contenders alike
         for name, call in calls.items():
             # y would grow from sweep to sweep, in 16 bits up to infinity
             before_sweep()
@@ -152,12 +147,10 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
 
 
 def copy_clock() -> Callable[[], float]:
-    """Return a function that measures the CPU's copy rate, in GB/s read and written.
-
-    On a shared machine the rate changes, so it is measured before and after each cell.
-    """
+    """Return a function that measures the CPU's copy rate, in GB/s read and written."""
     source, target = (torch.ones(COPIED_VALUES["cpu"], device="cpu") for _ in range(2))
 
+    # on a shared machine the rate changes, so it is measured before and after each cell
     def gigabytes() -> float:
         # the least time is the one with the least other load
         fastest = min(_cpu_microseconds(lambda: target.copy_(source)) for _ in range(3))

@@ -92,8 +92,7 @@ def tune_points(
 ) -> TuningState:
     """Search every point that the table lacks, until the budget is used up.
 
-    A point may use an equal share of the time that is left, so time saved at one point goes to
-    those after it. An interruption is raised; the table has all points searched before.
+    An interruption is raised; the table has all points searched before.
     """
     entries, same_software = _read_entries(job)
     done = {point.key for point in job.points if same_software and point.key in entries}
@@ -147,9 +146,9 @@ def _write(job: Tuning, entries: Iterable[Entry]) -> None:
 def best_tiles(entries: Iterable[Entry]) -> dict[tuple[int, int], BatchTiles]:
     """Return for each batch the tile of the plan with the least time over all measured layers.
 
-    A plan serves all layers, so only tiles measured for the same number of layers are compared. The
-    rules' tile keeps its place unless another is faster by `MARGIN`.
+    The rules' tile keeps its place unless another is faster by `MARGIN`.
     """
+    # a plan serves all layers: only tiles measured for the same number of layers are compared
     times: dict[tuple[int, int], dict[int, list[float]]] = {}
     for entry in entries:
         by_tile = times.setdefault((entry.num_tokens, entry.active_slots), {})
@@ -257,8 +256,7 @@ def _gpu(backend: str, device: str | None) -> torch.device:
 def make_points(cells: Sequence[Cell], dtype: torch.dtype) -> list[Point]:
     """Return the points to search: with the rules' tile first, then with twice and half of it.
 
-    None comes twice: of cells with the same key in a table, the first counts. Points of one layer
-    are neighbours, because they share compiled kernels.
+    None comes twice: of cells with the same key in a table, the first counts.
     """
     first: dict[Key, Point] = {}
     others: dict[Key, Point] = {}
@@ -266,6 +264,7 @@ def make_points(cells: Sequence[Cell], dtype: torch.dtype) -> list[Point]:
         slices, active = len(cell.output_slices), cell.active_adapters
         layer = LayerShape(slices, cell.rank, cell.in_features, cell.out_features, dtype.itemsize)
         tile = rules.tile_tokens(cell.tokens, active)
+        # points of one layer are neighbours, because they share compiled kernels
         for size in TILE_TOKENS:
             point = Point(cell, layer, active, size)
             if size == tile:

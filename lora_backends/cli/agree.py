@@ -86,8 +86,8 @@ def _run(settings: GenerateConfig) -> dict[str, Any]:
     for number, name in enumerate(names):
         with step(f"comparing prompt {number + 1} of {len(names)}"):
             ids = prompts.row(number).input_ids[0]
-            found = compare(model, name, ids, settings.max_new_tokens)
-        rows.append(_row(settings.prompts[number].text, name, found, tokenizer))
+            agreement = compare(model, name, ids, settings.max_new_tokens)
+        rows.append(_row(settings.prompts[number].text, name, agreement, tokenizer))
     return {
         "backend": model.backend.name,
         INVARIANT: model.backend.batch_invariant,
@@ -118,21 +118,21 @@ def _invariant(settings: GenerateConfig) -> GenerateConfig:
     return settings.model_copy(update={"backend": chosen.name, "backend_options": options})
 
 
-def _row(prompt: str, name: str, found: Agreement, tokenizer: Any) -> dict[str, Any]:
-    first = found.first_token
+def _row(prompt: str, name: str, agreement: Agreement, tokenizer: Any) -> dict[str, Any]:
+    first = agreement.first_token
     return {
         "prompt": prompt,
         "adapter": name,
-        "tokens": len(found.tokens),
-        "largest_difference": found.largest,
-        "differences": found.differences,
+        "tokens": len(agreement.tokens),
+        "largest_difference": agreement.largest,
+        "differences": agreement.differences,
         "first_token": first,
-        "first_token_text": None if first is None else tokenizer.decode([found.tokens[first]]),
-        "first_module": found.first_module,
-        "cause": found.cause,
-        "compared_loras": found.compared_loras,
-        "different_loras": found.different_loras,
-        "same_lora": found.same_lora,
+        "first_token_text": None if first is None else tokenizer.decode([agreement.tokens[first]]),
+        "first_module": agreement.first_module,
+        "cause": agreement.cause,
+        "compared_loras": agreement.compared_loras,
+        "different_loras": agreement.different_loras,
+        "same_lora": agreement.same_lora,
     }
 
 

@@ -100,7 +100,7 @@ def show(explanation: Explanation) -> None:
     rows = []
     for slot, tokens in sorted(tokens_of.items()):
         rank = "-" if slot < 0 else "/".join(map(str, layer.ranks[slot]))
-        rows.append([_slot(slot), rank, str(len(tokens)), ranges(tokens)])
+        rows.append(["none" if slot < 0 else str(slot), rank, str(len(tokens)), ranges(tokens)])
     table("tokens by adapter", ["slot", ">ranks", ">tokens", "which"], rows, lines=False)
     order = ranges(explanation.order, 24) or "nothing to do"
     console.print(f"kernel order: {order}", markup=False)
@@ -131,7 +131,3 @@ def _launch(launch: Launch) -> list[str]:
     shares = (launch.rows, launch.columns, launch.ranks, launch.products)
     wasted = [f"{100 * share.wasted:.0f}%" for share in shares]
     return [launch.name, f"{launch.programs} {launch.unit}", str(launch.idle), *wasted]
-
-
-def _slot(slot: int) -> str:
-    return "none" if slot < 0 else str(slot)

@@ -75,16 +75,14 @@ def generate(
 
 
 def _run(settings: GenerateConfig, check: bool, compare: bool, show: bool) -> dict[str, Any]:
-    """Load the model, answer, check and compare as asked; return the report.
-
-    With `show` every part is printed as soon as it is known: answers row by row, timings last.
-    """
+    """Load the model, answer, check and compare as asked; return the report."""
     model, tokenizer = load(settings)
 
     from lora_backends.hf.generating.greedy import rows_that_differ_alone
 
     adapters = settings.entries()
     prompts = encoded(model, tokenizer, settings)
+    # with `show` every part is printed as soon as it is known: answers row by row, timings last
     answers, rows = _answer(model, tokenizer, prompts, settings, show)
     report: dict[str, Any] = {"backend": model.backend.name, "rows": rows}
     if settings.adapter_dtype != "auto":

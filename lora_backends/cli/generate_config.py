@@ -78,26 +78,13 @@ class GenerateConfig(LoRAConfig):
     """Whether prompts go through the tokenizer's chat template."""
 
     def entries(self) -> list[Entry]:
-        """Return the adapter or blend of every prompt.
-
-        Raises:
-            InvalidInputError: an unknown name, or a blend that cannot be read.
-        """
+        """Return the adapter or blend of every prompt; InvalidInputError if it has none."""
         numbered = enumerate(self.prompts, 1)
         return [entry_of(prompt.adapter, self.adapters, number) for number, prompt in numbered]
 
 
 def job(config: Path | None, model: str | None, **options: Any) -> GenerateConfig:
-    """Return the job of a file, of options that are not None, or of both.
-
-    Args:
-        config: the file.
-        model: folder or hub id of the base model.
-        options: other fields of `GenerateConfig`.
-
-    Raises:
-        InvalidInputError: they are wrong, or there are no prompts.
-    """
+    """Return the job of a file, of options that are not None, or of both; it has prompts."""
     overrides = {key: value for key, value in options.items() if value is not None}
     if model is not None:
         overrides["model"] = {"path": model}
@@ -113,11 +100,7 @@ def job(config: Path | None, model: str | None, **options: Any) -> GenerateConfi
 
 
 def adapters_of(texts: list[str] | None) -> dict[str, str] | None:
-    """Return the adapters that --adapter names, or None.
-
-    Raises:
-        InvalidInputError: not NAME=FOLDER, or a name given twice.
-    """
+    """Return the adapters that --adapter names as NAME=FOLDER, each once, or None."""
     if not texts:
         return None
     adapters: dict[str, str] = {}
@@ -135,11 +118,7 @@ def adapters_of(texts: list[str] | None) -> dict[str, str] | None:
 
 
 def prompts_of(texts: list[str] | None, use: list[str] | None) -> list[dict[str, str]] | None:
-    """Return the prompts that --prompt and --use name, or None.
-
-    Raises:
-        InvalidInputError: their numbers do not go together.
-    """
+    """Return the prompts that --prompt and --use name, or None; their numbers go together."""
     if not texts:
         if use:
             raise InvalidInputError("--use goes with --prompt: one adapter per prompt")

@@ -15,11 +15,7 @@ ALLOWED = 'an adapter\'s name, "NAME:STRENGTH+NAME:STRENGTH", or a table of name
 
 
 def checked(value: Any) -> Any:
-    """Return a prompt's adapter as a configuration has it.
-
-    Raises:
-        ValueError: it is no name and no table of names to strengths.
-    """
+    """Return a prompt's adapter as a configuration has it; ValueError unless a name or a table."""
     if isinstance(value, Mapping):
         wrong = [name for name, strength in value.items() if not _is_strength(strength)]
         if wrong or not value:
@@ -32,12 +28,9 @@ def checked(value: Any) -> Any:
 
 
 def entry_of(named: Entry, adapters: Collection[str], prompt: int) -> Entry:
-    """Return the adapter or blend that a prompt names.
+    """Return the adapter or blend that prompt number `prompt` names.
 
-    Args:
-        named: as configured. A string that is the name of an adapter is never read as a blend.
-        adapters: their names.
-        prompt: its number, for messages.
+    A string that is the name of an adapter is never read as a blend.
 
     Raises:
         InvalidInputError: an unknown name, or a blend that cannot be read.

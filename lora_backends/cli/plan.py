@@ -138,8 +138,8 @@ def _card(name: str, memory_gb: float | None) -> Card:
                 f"--memory-gb is missing: {name} does not state the card's memory"
             )
         return read_card(Path(name), memory)
-    found = find_card(name)
-    return found if memory is None else replace(found, memory_bytes=memory)
+    measured = find_card(name)
+    return measured if memory is None else replace(measured, memory_bytes=memory)
 
 
 def show(made: Plan, fleet: Fleet) -> None:
@@ -179,13 +179,10 @@ def show(made: Plan, fleet: Fleet) -> None:
         console.print(f"thrashes or waits too long below {made.thrashes_below} slots", markup=False)
     for routing, count in made.cards.items():
         text = "more than 64 cards" if count is None else f"{count} card{'s' * (count > 1)}"
-        console.print(f"requests sent {_to(routing)}: {text}", markup=False)
+        where = "the card of their adapter" if routing == "by adapter" else "any card"
+        console.print(f"requests sent to {where}: {text}", markup=False)
     for each in made.notes:
         console.print(f"note: {each}", markup=False, soft_wrap=True)
-
-
-def _to(routing: str) -> str:
-    return "to the card of their adapter" if routing == "by adapter" else "to any card"
 
 
 def _row(outcome: Outcome) -> list[str]:

@@ -10,15 +10,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def seconds_of(text: str, meaning: str) -> float:
-    """Return the seconds of "90s", "5m" or "1h".
-
-    Args:
-        text: a number and one of s, m, h.
-        meaning: the option or variable, which begins the error.
-
-    Raises:
-        InvalidInputError: another text, or zero.
-    """
+    """Return the seconds of "90s", "5m" or "1h"; `meaning` begins the error for another text."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text.strip(), re.ASCII)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if seconds <= 0:

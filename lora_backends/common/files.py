@@ -27,11 +27,7 @@ TEXT_BYTES = 2**24
 
 
 def as_path(path: object, meaning: str) -> Path:
-    """Return a path with "~" expanded.
-
-    Args:
-        path: a str or Path.
-        meaning: of the path, for the error: "the folder of a checkpoint".
+    """Return a path with "~" expanded; `meaning` is for the error: "the folder of a checkpoint".
 
     Raises:
         InvalidInputError: another type, a NUL byte, or the home of an unknown user.
@@ -56,11 +52,7 @@ def as_path(path: object, meaning: str) -> Path:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of thing at a path, "a file" or "a folder" for instance, or None for nothing.
-
-    Raises:
-        InvalidInputError: the system does not tell, e.g. because a permission is missing.
-    """
+    """Return what is at a path, "a file" for instance, or None; refuse what is hidden."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -91,14 +83,10 @@ TooLarge: TypeAlias = Callable[[Path, int], InvalidInputError]
 
 
 def read_bytes(path: Path, limit: int, too_large: TooLarge) -> bytes:
-    """Return the content of a regular file, read once into memory.
+    """Return the content of a regular file, at most `limit` bytes, read once into memory.
 
-    Nothing stays mapped, so a file that is cut off later cannot end the process.
-
-    Args:
-        path: the file.
-        limit: the largest size in bytes.
-        too_large: makes the error for a file beyond it.
+    Nothing stays mapped, so a file that is cut off later cannot end the process. `too_large` makes
+    the error for a file beyond the limit.
 
     Raises:
         InvalidInputError: no such file, a folder, FIFO or device, too large, not readable, or
@@ -128,11 +116,7 @@ def read_bytes(path: Path, limit: int, too_large: TooLarge) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a small UTF-8 file, e.g. of settings.
-
-    Raises:
-        InvalidInputError: as `read_bytes`, or it is not UTF-8.
-    """
+    """Return the content of a small UTF-8 file, e.g. of settings, as `read_bytes` does."""
     content = read_bytes(path, TEXT_BYTES, _no_settings)
     try:
         return content.decode("utf-8")
@@ -143,14 +127,12 @@ def read_text(path: Path) -> str:
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Return whether an error was raised by code that no reader calls: the handler of a signal.
-
-    Such an error interrupts the reading and says nothing about the file.
-    """
+    """Return whether an error was raised by code that no reader calls: the handler of a signal."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     module = "" if last is None else str(last.tb_frame.f_globals.get("__name__", ""))
+    # such an error interrupts the reading and says nothing about the file
     return module.partition(".")[0] not in _READERS
 
 

@@ -33,11 +33,10 @@ def of_left_inference_mode(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has an address, or no elements to read.
-
-    The tensors that a transform or a mode of torch passes, of vmap or functionalize, have none.
-    """
+    """Return whether a tensor has an address, or no elements to read."""
     try:
+        # the tensors that a transform or a mode of torch passes, of vmap or functionalize, have
+        # none
         return not tensor.numel() or tensor.data_ptr() != 0
     except RuntimeError:  # torch refuses to name one
         return False
@@ -55,8 +54,6 @@ def extent_of(tensor: torch.Tensor | None) -> int:
 
 
 def operators_have_memory() -> bool:
-    """Return whether torch's operators return tensors with memory: not under `FakeTensorMode`.
-
-    A mode may pass real tensors through and yet make new ones, and views, without an address.
-    """
+    """Return whether torch's operators return tensors with memory: not under `FakeTensorMode`."""
+    # a mode may pass real tensors through and yet make new ones, and views, without an address
     return not torch._C._len_torch_dispatch_stack() or has_memory(torch.empty(1, device="cpu"))

@@ -42,8 +42,8 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
         layer,
         Cut("group", _groups(plan), segment * group, active),
         source,
-        f"segments of {segment} tokens, up to {group} in a group: {plan.num_segments} in "
-        f"{plan.num_groups} groups, {plan.max_groups} groups while a CUDA graph is captured",
+        f"segments of {segment} tokens, up to {group} in a group: {plan.num_runs} in "
+        f"{plan.num_groups} groups, {plan.most_rows} groups while a CUDA graph is captured",
         _LEGEND,
     )
 
@@ -53,6 +53,6 @@ def _groups(plan: CsgmvPlan) -> tuple[Piece, ...]:
     pieces = []
     for first, end in zip(starts, starts[1:], strict=False):
         tokens = plan.token_table[first:end].flatten().tolist()
-        slot, rows = int(plan.slot_table[first]), plan.segment_size * plan.group_size
+        slot, rows = int(plan.slot_table[first]), plan.tile_tokens
         pieces.append(Piece(slot, tuple(t for t in tokens if t != EMPTY), rows))
     return tuple(pieces)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -31,82 +31,49 @@ class CsgmvPlan(SgmvPlan):
 
     has_places: ClassVar[bool] = True
 
-    segment_size: int  # tokens per segment, a power of two >= 16
-    group_size: int  # most segments per group, a power of two
-    num_segments: int  # segments in use now, <= max_segments
-    num_groups: int  # groups in use now, <= max_groups
-    max_segments: int  # segments that any composition of `capacity` tokens can need
-    max_groups: int  # groups that any such composition can need
+    num_groups: int = field(default=0, kw_only=True)  # groups in use now, <= most_rows
 
     @property
     def group_starts(self) -> torch.Tensor:
-        """The first segment of every group: [max_groups + 1] int32, ascending."""
+        """The first segment of every group: [most_rows + 1] int32, ascending."""
         starts: torch.Tensor = self.tables()[2]
         return starts
 
     @override
     def grid_rows(self, capturing: bool, rows: int) -> int:
         if capturing:
-            return layout.max_runs(rows, self.num_slots, self.segment_size * self.group_size)
+            return layout.max_runs(rows, self.num_slots, self.tile_tokens)
         return self.num_groups
-
-    @property
-    @override
-    def run_tokens(self) -> int:
-        return self.segment_size
-
-    @override
-    def runs(self, capturing: bool, rows: int) -> int:
-        if capturing:
-            return layout.max_runs(rows, self.num_slots, self.segment_size)
-        return self.num_segments
 
     @override
     def h_rows(self, rows: int) -> int:
         # all places that a refill of as many tokens can use: the strides of h stay the same
-        segments = layout.max_runs(rows, self.num_slots, self.segment_size)
-        return segments * self.segment_size
+        return layout.max_runs(rows, self.num_slots, self.run_tokens) * self.run_tokens
 
     @override
     def row_constants(self, by_token: bool) -> RowSizes:
-        return RowSizes(self.segment_size, self.group_size, by_token)
+        return RowSizes(self.run_tokens, self.tile_tokens // self.run_tokens, by_token)
 
     @override
     def _view_tables(self) -> Tables:
-        first, size = self.tables_at(), self.segment_size
-        at = first + layout.run_tables_size(size, self.max_segments)
-        starts = self.packed.as_strided((self.max_groups + 1,), (1,), at)
-        return *layout.run_tables(self.packed, first, size, self.max_segments), starts
+        first, size, room = self.tables_at(), self.run_tokens, self.most_runs
+        at = first + layout.run_tables_size(size, room)
+        starts = self.packed.as_strided((self.most_rows + 1,), (1,), at)
+        return *layout.run_tables(self.packed, first, size, room), starts
 
     def fill(self, batch: LoRABatch, counted: Counted, segment_size: int, group_size: int) -> None:
-        """Cut a batch into segments; the copy of the tables to the device is under way.
-
-        Raises:
-            InvalidInputError: a captured graph cannot follow the batch.
-        """
-        if batch.token_scales is not None:
-            self.refuse_scales_of_captured()
-        if self.may_cut_anew():
-            self.active_slots = counted.active
-            if (self.segment_size, self.group_size) != (segment_size, group_size):
-                self.segment_size, self.group_size = segment_size, group_size
-                self.tile_tokens = tile = segment_size * group_size
-                self.max_segments = layout.max_runs(self.capacity, self.num_slots, segment_size)
-                self.max_groups = layout.max_runs(self.capacity, self.num_slots, tile)
-                self._views = None
-            self.cut = (segment_size, group_size, *self.sizes_key(batch))
-        size, room = self.segment_size, self.max_segments
-        groups_at = layout.run_tables_size(size, room)
-        staged, tables = self._stage(batch, counted, groups_at)
-        self.num_segments = layout.fill_runs(tables, counted, size, room)
-        if self.group_size == 1:
-            starts = np.arange(self.num_segments)
+        """Cut a batch into segments; the copy of the tables to the device is under way."""
+        tile = segment_size * group_size
+        staged, tables = self._fill_runs(batch, counted, segment_size, tile)
+        if self.tile_tokens == self.run_tokens:
+            starts = np.arange(self.num_runs)
         else:
-            segments = layout.split(counted.counts[1:], size)
-            starts = starts_of_groups(segments, self.group_size)
-        self.num_tokens, self.num_groups = batch.num_tokens, starts.size
-        group_starts = tables[groups_at : groups_at + self.max_groups + 1]
-        group_starts.fill(self.num_segments)
+            segments = layout.split(counted.counts[1:], self.run_tokens)
+            starts = starts_of_groups(segments, self.tile_tokens // self.run_tokens)
+        self.num_groups = starts.size
+        groups_at = layout.run_tables_size(self.run_tokens, self.most_runs)
+        group_starts = tables[groups_at : groups_at + self.most_rows + 1]
+        group_starts.fill(self.num_runs)
         group_starts[: starts.size] = starts
         self._send(staged)
 
@@ -126,27 +93,7 @@ def starts_of_groups(segments: Ints, group_size: int) -> Ints:
 def new_plan(
     batch: LoRABatch, capacity: int | None, segment_sizes: Sequence[int], device: torch.device
 ) -> CsgmvPlan:
-    """Return a plan with room for `capacity` tokens in segments of any of the sizes, to be filled.
-
-    Groups are never more than segments.
-    """
-    has_room, capacity = capacity is not None, capacity or batch.num_tokens
-    tables = layout.most_run_tables(capacity, batch.num_slots, segment_sizes)
-    groups = layout.max_runs(capacity, batch.num_slots, min(segment_sizes)) + 1
-    size = 2 * layout.aligned(capacity) + tables + groups
-    packed = torch.empty(size, dtype=torch.int32, device=device)
-    return CsgmvPlan(
-        num_tokens=batch.num_tokens,
-        num_slots=batch.num_slots,
-        capacity=capacity,
-        tile_tokens=0,
-        active_slots=0,
-        packed=packed,
-        has_room=has_room,
-        segment_size=0,
-        group_size=0,
-        num_segments=0,
-        num_groups=0,
-        max_segments=0,
-        max_groups=0,
-    )
+    """Return a plan with room for `capacity` tokens in segments of any of the sizes."""
+    # groups are never more than segments
+    groups = layout.max_runs(capacity or batch.num_tokens, batch.num_slots, min(segment_sizes)) + 1
+    return CsgmvPlan.with_room(batch, capacity, segment_sizes, device, groups)

@@ -12,12 +12,7 @@ from lora_backends.weights import LoRAWeights
 
 
 def columns_of_tokens(token_ids: torch.Tensor, weights: LoRAWeights) -> LoRAWeights:
-    """Return the layer whose lora_a has the column of every token, side by side.
-
-    Args:
-        token_ids: as in `run_embedding`.
-        weights: the layer; ``in_features`` is the vocabulary.
-    """
+    """Return the layer whose lora_a has the column of every token, side by side."""
     a, columns = weights.lora_a, weights.scale_block[1]
     picked = [_picked(part, token_ids) for part in (a if isinstance(a, tuple) else (a,))]
     changes: dict[str, Any] = {"lora_a": tuple(picked) if isinstance(a, tuple) else picked[0]}

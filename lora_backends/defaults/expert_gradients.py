@@ -40,20 +40,17 @@ class ExpertGradients(NamedTuple):
 def groups_of(token_slots: torch.Tensor, ids: torch.Tensor, num_experts: int) -> Groups:
     """Return the live pairs by slot and expert; waits for the device.
 
-    Args:
-        token_slots: [num_tokens] int64, -1 for none.
-        ids: [num_tokens, k] int64, -1 for none.
-        num_experts: that ids stay below.
+    token_slots [num_tokens] and ids [num_tokens, k] are int64, -1 for none.
     """
     slots = token_slots[:, None]
     keys = torch.where((slots >= 0) & (ids >= 0), slots * num_experts + ids, -1).flatten()
     ordered, pairs = keys.sort(stable=True)
-    found, counts = torch.unique(ordered, return_counts=True)
-    parts = zip(found.tolist(), torch.split(pairs, counts.tolist()), strict=True)
+    present, counts = torch.unique(ordered, return_counts=True)
+    parts = zip(present.tolist(), torch.split(pairs, counts.tolist()), strict=True)
     return [(*divmod(key, num_experts), part) for key, part in parts if key >= 0]
 
 
-class Call(NamedTuple):
+class RoutedCall(NamedTuple):
     """A call of `run_experts`, as its backward needs it."""
 
     x: torch.Tensor | None  # of the forward; None where no gradient depends on it
@@ -67,7 +64,7 @@ class Call(NamedTuple):
 
 def backward(
     grad: torch.Tensor,
-    call: Call,
+    call: RoutedCall,
     groups: Groups,
     out: ExpertGradients,
     slots: Sequence[int] | None,
@@ -117,7 +114,7 @@ class _Group(NamedTuple):
 
 
 def _add_group(
-    grad: torch.Tensor, call: Call, group: _Group, into: ExpertGradients, place: int | None
+    grad: torch.Tensor, call: RoutedCall, group: _Group, into: ExpertGradients, place: int | None
 ) -> None:
     """Add the gradients of a group; `place` is the slot's in those of stacks, None: not wanted."""
     weights, top_k, pairs = call.weights, call.routing.top_k, group.pairs
@@ -141,13 +138,13 @@ def _add_group(
             h = x @ values.T
         if db is not None:
             weighted = scaled if factors is None else factors * scaled
-            for own in columns:
-                db[own, :rank] += weighted[:, own].T @ h
+            for of_slice in columns:
+                db[of_slice, :rank] += weighted[:, of_slice].T @ h
         if into.x is None and da is None and dtopk is None:
             continue
         u = g.new_zeros(len(pairs), rank)
-        for s, own in zip(slices, columns, strict=True):
-            u = u + scaled[:, own] @ weights.b_values(slot, expert, s, rank, sums)
+        for s, of_slice in zip(slices, columns, strict=True):
+            u = u + scaled[:, of_slice] @ weights.b_values(slot, expert, s, rank, sums)
         if dtopk is not None:
             of_router = of_router + (u * h).sum(1)
         dh = u if factors is None else factors * u

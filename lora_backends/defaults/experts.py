@@ -29,25 +29,13 @@ def add_experts(
     weights: ExpertWeights,
     routing: ExpertRouting,
     *,
-    slots: torch.Tensor,
-    token_scales: torch.Tensor | None,
+    slots: torch.Tensor,  # [num_tokens] int64, -1 for none
+    token_scales: torch.Tensor | None,  # [num_tokens or more] float32
     rows: str,
     weighted: bool,
     reduce: bool,
 ) -> None:
-    """Add the delta of every live pair to y, in place.
-
-    Args:
-        y: base_output as in `run_experts`.
-        x: as in `run_experts`.
-        weights: the experts.
-        routing: the pairs.
-        slots: [num_tokens] int64, -1 for none.
-        token_scales: [num_tokens or more] float32, or None: multiplies a token's deltas.
-        rows: as in `run_experts`.
-        weighted: as in `run_experts`.
-        reduce: as in `run_experts`.
-    """
+    """Add the delta of every live pair to y, in place; others are arguments of `run_experts`."""
     tokens, top_k = routing.topk_ids.shape
     if rows == "tokens":
         x_pairs = x[:, None].expand(-1, top_k, -1)  # [T, k, in_features]
@@ -130,26 +118,17 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def token_slots(
-    shrink: Callable[..., torch.Tensor],
-    dtype: torch.dtype,
+    shrink: Callable[..., torch.Tensor],  # the engine's `run_lora_a`
+    dtype: torch.dtype,  # that the engine supports
     device: torch.device,
     plan: Any,
     num_slots: int,
     num_tokens: int,
 ) -> torch.Tensor:
-    """Return the slot of every token, [num_tokens] int64 on the device, -1 for none.
-
-    The function cannot look into a plan. So it lets the engine shrink ones with a layer whose h is
-    the number of the slot. Making that layer waits for the device, once for each number of slots.
-
-    Args:
-        shrink: the engine's `run_lora_a`.
-        dtype: that the engine supports.
-        device: of the engine.
-        plan: of the tokens.
-        num_slots: that the plan is for.
-        num_tokens: of the plan.
-    """
+    """Return the slot of every token, [num_tokens] int64 on the device, -1 for none."""
+    # The function cannot look into a plan. So it lets the engine shrink ones with a layer whose h
+    # is the number of the slot. Making that layer waits for the device, once for each number of
+    # slots.
     ones = torch.ones(num_tokens, 1, dtype=dtype, device=device)
     with torch.no_grad():
         digits = shrink(ones, _slot_numbers(num_slots, dtype, device), plan)[0].long()

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from lora_backends.dtypes import accumulator_dtype
 from lora_backends.weights import LoRAWeights
@@ -27,33 +28,32 @@ from lora_backends.weights import LoRAWeights
 ALIGNMENT = 64
 """Bytes to which torch aligns new memory on a CPU."""
 
-Rows: TypeAlias = slice | torch.Tensor
+Rows: TypeAlias = slice | Tensor
 Active: TypeAlias = list[tuple[int, Rows, list[int], list[float]]]
 Segments: TypeAlias = Sequence[tuple[int, Rows]]
 """Each slot that has tokens, and their rows."""
 
 
-def segments_of(token_slots: torch.Tensor) -> list[tuple[int, Rows]]:
+def segments_of(token_slots: Tensor) -> list[tuple[int, Rows]]:
     """Return the rows of each active slot, slots ascending; waits for the device.
 
-    Args:
-        token_slots: [rows] integers, negative for none.
+    token_slots [rows] are negative for none.
     """
     slots = torch.unique(token_slots).tolist()
     return [(slot, (token_slots == slot).nonzero().flatten()) for slot in slots if slot >= 0]
 
 
 def b_backward(
-    grad: torch.Tensor,
-    h: torch.Tensor | None,
+    grad: Tensor,
+    h: Tensor | None,
     weights: LoRAWeights,
     segments: Segments,
-    token_scales: torch.Tensor | None,
+    token_scales: Tensor | None,
     *,
     needs_h: bool,
-    lora_b: torch.Tensor | None,
+    lora_b: Tensor | None,
     slots: Sequence[int] | None,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return dh, or None; arguments as in `LoRABackend.run_lora_b_backward`."""
     sums, dh = _sums(grad, weights), None
     if needs_h:
@@ -74,19 +74,19 @@ def b_backward(
                 _write(dh[s], rows, rank, of_slice, b, scaling)
             if rank and lora_b is not None and slot in places:
                 assert h is not None
-                own = _own(h[s], rows, sums, rank)
-                _write(lora_b[places[slot]], columns, rank, of_slice.T, own, scaling)
+                h_rows = _own(h[s], rows, sums, rank)
+                _write(lora_b[places[slot]], columns, rank, of_slice.T, h_rows, scaling)
     return dh
 
 
 def a_backward(
-    dh: torch.Tensor,
-    x: torch.Tensor | None,
+    dh: Tensor,
+    x: Tensor | None,
     weights: LoRAWeights,
     segments: Segments,
     *,
-    dx: torch.Tensor | None,
-    lora_a: torch.Tensor | None,
+    dx: Tensor | None,
+    lora_a: Tensor | None,
     slots: Sequence[int] | None,
 ) -> None:
     """Add to dx, and write lora_a; arguments as in `LoRABackend.run_lora_a_backward`."""
@@ -109,18 +109,15 @@ def a_backward(
 
 
 def add_columns(
-    dh: torch.Tensor,
-    token_ids: torch.Tensor,
+    dh: Tensor,
+    token_ids: Tensor,
     weights: LoRAWeights,
     segments: Segments,
     *,
-    lora_a: torch.Tensor,
+    lora_a: Tensor,
     slots: Sequence[int] | None,
 ) -> None:
-    """Write dlora_a of an embedding: a token adds its dh to the column of its id.
-
-    Arguments as in `LoRABackend.run_embedding_backward`.
-    """
+    """`LoRABackend.run_embedding_backward`: a token adds its dh to the column of its id."""
     lora_a.zero_()
     places = _places(slots, weights.num_slots)
     for slot, rows, ranks, _ in _active(weights, segments):
@@ -129,18 +126,16 @@ def add_columns(
         for s, rank in enumerate(ranks):
             if rank:
                 columns = dh.new_zeros(weights.in_features, rank)
-                ids, own = token_ids[rows].long(), _own(dh[s], rows, dh.dtype, rank)
+                ids, dh_rows = token_ids[rows].long(), _own(dh[s], rows, dh.dtype, rank)
                 # equal ids are summed in one order: each of the two has atomics on the other device
-                if own.is_cpu:
-                    columns.index_add_(0, ids, own)
+                if dh_rows.is_cpu:
+                    columns.index_add_(0, ids, dh_rows)
                 else:
-                    columns.index_put_((ids,), own, accumulate=True)
+                    columns.index_put_((ids,), dh_rows, accumulate=True)
                 lora_a[places[slot], s, :rank] = columns.T
 
 
-def sum_rows(
-    values: torch.Tensor, segments: Segments, out: torch.Tensor, slots: Sequence[int] | None
-) -> None:
+def sum_rows(values: Tensor, segments: Segments, out: Tensor, slots: Sequence[int] | None) -> None:
     """Write the sum of each slot's rows; arguments as in `LoRABackend.sum_tokens`."""
     out.zero_()
     places = _places(slots, out.shape[0])
@@ -149,7 +144,7 @@ def sum_rows(
             out[places[slot]] = _own(values, rows, accumulator_dtype(values.dtype)).sum(0)
 
 
-def one_hot_h(token_ids: torch.Tensor, weights: LoRAWeights, segments: Segments) -> torch.Tensor:
+def one_hot_h(token_ids: Tensor, weights: LoRAWeights, segments: Segments) -> Tensor:
     """Return h [num_slices, rows, max_rank] of an embedding: a column of lora_a per token."""
     sums = accumulator_dtype(weights.input_dtypes[0])
     shape = weights.num_slices, token_ids.shape[0], weights.max_rank
@@ -160,28 +155,21 @@ def one_hot_h(token_ids: torch.Tensor, weights: LoRAWeights, segments: Segments)
     return h
 
 
-def _sums(values: torch.Tensor, weights: LoRAWeights) -> torch.dtype:
+def _sums(values: Tensor, weights: LoRAWeights) -> torch.dtype:
     """Return the dtype of sums of products of values with a layer's."""
     return accumulator_dtype(torch.promote_types(values.dtype, weights.input_dtypes[0]))
 
 
-def _own(
-    values: torch.Tensor, rows: Rows, dtype: torch.dtype, width: int | None = None
-) -> torch.Tensor:
+def _own(values: Tensor, rows: Rows, dtype: torch.dtype, width: int | None = None) -> Tensor:
     """Return some rows of a matrix, cut to a width, contiguous and aligned: a view or a copy."""
-    own = _cut(values, rows, width)
-    if isinstance(rows, slice) and own.dtype == dtype and _is_as_new(own):
-        return own
-    return torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own)
+    cut = _cut(values, rows, width)
+    if isinstance(rows, slice) and cut.dtype == dtype and _is_as_new(cut):
+        return cut
+    return torch.empty(cut.shape, dtype=dtype, device=cut.device).copy_(cut)
 
 
 def _write(
-    out: torch.Tensor,
-    rows: Rows,
-    width: int | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    factor: float = 1.0,
+    out: Tensor, rows: Rows, width: int | None, a: Tensor, b: Tensor, factor: float = 1.0
 ) -> None:
     """Write ``factor * (a @ b)`` into rows of a matrix, from the first column on."""
     if isinstance(rows, slice):
@@ -196,7 +184,7 @@ def _write(
         out[rows, :width] = (factor * (a @ b)).to(out.dtype)
 
 
-def _cut(values: torch.Tensor, rows: Rows, width: int | None) -> torch.Tensor:
+def _cut(values: Tensor, rows: Rows, width: int | None) -> Tensor:
     """Return rows of a matrix, cut to a width, by as few views as can be: they take time."""
     part = values[rows]
     return part if width is None or width == part.shape[1] else part[:, :width]
@@ -208,7 +196,7 @@ def _fills(active: Active, places: Mapping[int, int], max_rank: int) -> bool:
     return places.keys() <= full
 
 
-def _is_as_new(values: torch.Tensor) -> bool:
+def _is_as_new(values: Tensor) -> bool:
     """Return whether a matrix library cannot tell values from a copy: not known of GPUs."""
     if not values.is_cpu or values.data_ptr() % ALIGNMENT:
         return False
@@ -216,7 +204,7 @@ def _is_as_new(values: torch.Tensor) -> bool:
     return values.stride() == (values.shape[1], 1)
 
 
-def _is_part_of(values: torch.Tensor, whole: torch.Tensor) -> bool:
+def _is_part_of(values: Tensor, whole: Tensor) -> bool:
     return values.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 

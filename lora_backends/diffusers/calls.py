@@ -16,15 +16,6 @@ from lora_backends.hf.wrapped import WrappedModel
 class ComponentCall(Request):
     """The passes of one component in a call of the pipeline.
 
-    Args:
-        name: name of the component.
-        wrapped: the component.
-        entries: the entry of each row: one per prompt for a text encoder, one per image for a
-            denoiser.
-        slots: slots of the adapters in `entries`, by name.
-        copies: how many copies of these rows, one behind another, a pass may have.
-        trial: trial pass of a denoiser; None for a text encoder.
-
     Raises:
         UnsupportedInputError: a blend or a strength cannot be applied, for instance that of DoRA.
     """
@@ -33,10 +24,10 @@ class ComponentCall(Request):
         self,
         name: str,
         wrapped: WrappedModel,
-        entries: Sequence[Entry],
+        entries: Sequence[Entry],  # one per prompt for a text encoder, per image for a denoiser
         slots: Mapping[str, int],
-        copies: Sequence[int],
-        trial: DenoiserTrial | None,
+        copies: Sequence[int],  # of these rows, one behind another, that a pass may have
+        trial: DenoiserTrial | None,  # of a denoiser; None for a text encoder
     ) -> None:
         pool = wrapped.pool
         for entry in entries:
@@ -90,10 +81,9 @@ class ComponentCall(Request):
 
 
 class PipelineCall(ModelCall):
-    """The calls of all components; each one is active while its component runs.
+    """The calls of the components in which a row has an adapter, by the component's key.
 
-    Args:
-        calls: calls of the components in which a row has an adapter, by the component's key.
+    Each one is active while its component runs.
     """
 
     def __init__(self, calls: Mapping[str, ComponentCall]) -> None:

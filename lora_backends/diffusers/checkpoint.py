@@ -26,21 +26,13 @@ _PARTS = (A, B, BIAS, MAGNITUDE)
 
 def checkpoint_of(
     file: LoRAFile,
-    name: str,
-    part: ComponentTensors,
-    sites: Mapping[str, ModuleSite],
+    name: str,  # of the component
+    part: ComponentTensors,  # of the component in the file
+    sites: Mapping[str, ModuleSite],  # of the component, by path
     max_rank: int,
-    limits: LoadLimits,
+    limits: LoadLimits,  # for matching metadata
 ) -> Checkpoint:
-    """Return the checkpoint of one component.
-
-    Args:
-        file: the file, for errors.
-        name: name of the component.
-        part: the component's part of the file.
-        sites: modules of the component, by path.
-        max_rank: the largest rank allowed.
-        limits: limits of the cost of matching metadata.
+    """Return the checkpoint of one component, from its part of a file.
 
     Raises:
         InvalidInputError: the part does not fit the component, or contradicts itself.
@@ -105,6 +97,7 @@ def _scalings(
             )
         alphas = part.alphas
         return {path: alphas[path] / rank if alphas else 1.0 for path, rank in ranks.items()}
+    # metadata of PEFT has patterns by module, which are matched as in a checkpoint
     config = checked_config(dict(part.metadata), file.path)
     rules = module_rules(config, list(modules), file.path, limits)
     for path, rule in rules.items():
@@ -149,6 +142,8 @@ def _delta(
                 f"{list(allowed[end])} of a rank from 1 to {max_rank} (max_rank)",
                 "load it into the model that it was trained for, or raise max_rank",
             )
+    # PEFT scales the bias with the rest of B; the pool adds a bias as it is
     bias = parts[BIAS].to(torch.float32) * scaling if BIAS in parts else None
+    # of a convolution: the patch of an output position is a row of x
     a, b = parts[A].flatten(1), parts[B].flatten(1)
     return ModuleDelta(site.path, "linear", rank, scaling, a, b, bias, parts.get(MAGNITUDE))

@@ -32,14 +32,7 @@ class Room:
 
 
 class Component:
-    """One component with its adapters and hooks.
-
-    Args:
-        name: its name in the pipeline.
-        base: the component; `check_component` accepts it.
-        backend: the backend that adds the LoRA.
-        copies: as of `ComponentCall`.
-        trial: trial pass of a denoiser; None for a text encoder.
+    """One component of a pipeline, with its adapters and hooks.
 
     Raises:
         UnsupportedInputError: the component is on another device than the backend.
@@ -48,10 +41,10 @@ class Component:
     def __init__(
         self,
         name: str,
-        base: nn.Module,
+        base: nn.Module,  # that `check_component` accepts
         backend: LoRABackend,
-        copies: Sequence[int],
-        trial: DenoiserTrial | None,
+        copies: Sequence[int],  # as `ComponentCall`
+        trial: DenoiserTrial | None,  # as `ComponentCall`
     ) -> None:
         self.name, self._copies, self._trial = name, copies, trial
         dtype, device = dtype_and_device(base)
@@ -71,6 +64,7 @@ class Component:
 
         def enter(*_: Any) -> None:
             outer = RUNNING.call
+            # a component without adapters in this call keeps the pipeline's, and runs plain
             if isinstance(outer, PipelineCall) and key in outer.calls:
                 RUNNING.call = outer.calls[key]
 
@@ -91,12 +85,10 @@ class Component:
     def check(self, current: object) -> None:
         """Refuse to run a component that has changed since it was wrapped.
 
-        Args:
-            current: the pipeline's component of this name.
-
         Raises:
             InvalidInputError: the component was detached or changed, or is in training mode.
-            UnsupportedInputError: it is not `current`, or as `check_component`.
+            UnsupportedInputError: it is not `current`, the pipeline's component of this name, or as
+                `check_component`.
         """
         self.wrapped.check()
         if current is not self.wrapped.base:
@@ -135,6 +127,7 @@ def check_component(name: str, base: nn.Module) -> None:
             as `check_base`.
     """
     problem = to_do = ""
+    # they would be in every row
     if getattr(base, "peft_config", None):
         problem = "holds adapters of PEFT already"
         to_do = "pipe.unload_lora_weights(), and load them into the MultiLoRAPipeline"

@@ -38,6 +38,7 @@ def convert(pipe: Any, family: Family, file: LoRAFile) -> dict[str, ComponentTen
     """
     state, alphas = _converted(pipe, family, file)
     names = (family.denoiser, *family.encoders)
+    # diffusers drops what has another prefix, without an error
     strays = [key for key in (*state, *alphas) if not key.startswith(tuple(f"{n}." for n in names))]
     if strays:
         file.refuse(
@@ -60,6 +61,7 @@ def convert(pipe: Any, family: Family, file: LoRAFile) -> dict[str, ComponentTen
             rest = [f"{name}.{key}" for key in (*numbers, *(metadata or ()))]
             file.refuse(f"there are no tensors for {name}", rest, "alphas of LoRA matrices")
     if file.metadata is not None:
+        # metadata of another component would go unused
         rest = [key for key in file.metadata if not key.startswith(tuple(f"{n}." for n in names))]
         if rest:
             file.refuse("the metadata is for another component", rest, ", ".join(names))
@@ -125,6 +127,7 @@ def _check_nothing_lost(
         if id(leaf) not in used and ("scale" in name or bool(leaf.any()))
     ]
     modules = {name.partition(".lora")[0] for name, leaf in leaves.items() if id(leaf) in used}
+    # an alpha of a module without matrices scales nothing
     lost += [name for name in numbers if name.removesuffix(ALPHA) not in modules]
     if lost:
         file.refuse(
@@ -137,22 +140,23 @@ def _check_nothing_lost(
 
 def _leaves_of(results: Iterable[Tensor]) -> set[int]:
     """Return the ids of the leaves of autograd's graph that the results depend on."""
-    found: set[int] = set()
+    leaves: set[int] = set()
     pending: list[Any] = []
     for result in results:
         if result.grad_fn is None:
-            found.add(id(result))
+            leaves.add(id(result))
         else:
             pending.append(result.grad_fn)
     seen = set(pending)
     while pending:
         node = pending.pop()
         if hasattr(node, "variable"):  # AccumulateGrad, the node of a leaf
-            found.add(id(node.variable))
+            leaves.add(id(node.variable))
+        # a node may be reached in many ways
         new = {source for source, _ in node.next_functions if source is not None} - seen
         seen |= new
         pending += new
-    return found
+    return leaves
 
 
 def _renamed(
@@ -185,10 +189,12 @@ def _renamed(
             [told(error), *tensors],
             "LoRA matrices of modules",
         ) from error
+    # the later of two would silently replace the earlier
     if len(renamed) != len(tensors):
         file.refuse(f"two tensors for {name} get one name", [*tensors], "one of them")
     if metadata is not None and not metadata:
         file.refuse(f"the metadata has no entry for {name}", [*tensors], "metadata for all parts")
+    # both say what the alpha of a module is
     if metadata is not None and numbers:
         file.refuse(f"{name} has metadata and alphas", [*numbers], "one of them")
     # Old and new names pair by position, because the converters keep the order.
@@ -197,8 +203,8 @@ def _renamed(
     for key, alpha in numbers.items():
         module_name = key.removesuffix(ALPHA)
         downs = (module_name, f"{module_name}.lora.down.weight", f"{module_name}.lora_A.weight")
-        found = [names[down] for down in downs if down in names]
-        if len(found) != 1:
+        matching = [names[down] for down in downs if down in names]
+        if len(matching) != 1:
             file.refuse(f"an alpha belongs to no module of {name}", key, "alphas of LoRA matrices")
-        alphas[found[0].partition(".lora_A")[0]] = alpha
+        alphas[matching[0].partition(".lora_A")[0]] = alpha
     return ComponentTensors(renamed, alphas, metadata)

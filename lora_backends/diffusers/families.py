@@ -87,13 +87,13 @@ def family_of(pipe: Any) -> Family:
     known = [name for family in FAMILIES for name in family.pipelines]
     # A subclass outside of diffusers may order rows in another way.
     is_of_diffusers = kind.__module__.partition(".")[0] == "diffusers"
-    found = [family for family in FAMILIES if kind.__name__ in family.pipelines]
-    if not found or not is_of_diffusers:
+    matching = [family for family in FAMILIES if kind.__name__ in family.pipelines]
+    if not matching or not is_of_diffusers:
         raise UnsupportedInputError(
             f"the order of rows is not known for this class of pipeline\n"
             f"  given: {kind.__module__}.{kind.__name__}\n  allowed: {', '.join(known)}"
         )
-    family = found[0]
+    family = matching[0]
     denoiser = type(getattr(pipe, family.denoiser, None)).__name__
     if denoiser != family.kind:
         to_do = ""

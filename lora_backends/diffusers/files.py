@@ -47,11 +47,7 @@ class LoRAFile:
 
 
 def read_file(source: Any, limits: LoadLimits) -> LoRAFile:
-    """Read a LoRA file.
-
-    Args:
-        source: a path of a file or of a folder with one LoRA file, or tensors by name.
-        limits: limits of the file's size and cost.
+    """Read a LoRA file: the path of one or of a folder with one, or tensors by name.
 
     Raises:
         InvalidInputError: there is no such file, the folder has none or several, the file is
@@ -84,6 +80,7 @@ def _read(path: Path, limits: LoadLimits) -> LoRAFile:
     try:
         metadata = json.loads(words[METADATA_KEY]) if METADATA_KEY in words else None
     except (ValueError, RecursionError):
+        # refused below with what the file has
         metadata = ""
     if metadata is not None and not isinstance(metadata, dict):
         raise InvalidInputError(
@@ -110,12 +107,12 @@ def _file_in(path: Path) -> Path:
             f"  to do: download a LoRA of the Hugging Face hub: `hf download NAME`"
         )
     names = names_in(path)
-    own = [name for name in _OWN_NAMES if name in names]
-    found = own[:1] or [name for name in names if name.endswith(".safetensors")]
-    if len(found) != 1:
+    known = [name for name in _OWN_NAMES if name in names]
+    candidates = known[:1] or [name for name in names if name.endswith(".safetensors")]
+    if len(candidates) != 1:
         raise InvalidInputError(
-            f"the folder of a LoRA holds {len(found)} files\n  given: {path}"
-            f"{': ' * bool(found)}{', '.join(found[:5])}\n"
+            f"the folder of a LoRA holds {len(candidates)} files\n  given: {path}"
+            f"{': ' * bool(candidates)}{', '.join(candidates[:5])}\n"
             f"  allowed: {_OWN_NAMES[0]}, or one .safetensors file\n  to do: pass the file itself"
         )
-    return path / found[0]
+    return path / candidates[0]

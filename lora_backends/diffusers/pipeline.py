@@ -24,9 +24,10 @@ from lora_backends.diffusers.conversion import convert
 from lora_backends.diffusers.families import family_of
 from lora_backends.diffusers.files import read_file
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean, shown
+from lora_backends.hf.backend import backend_for
 from lora_backends.hf.calls.entries import Entry, adapter_names, is_per_token
 from lora_backends.hf.calls.running import running
-from lora_backends.hf.layout.base_checks import backend_for, dtype_and_device
+from lora_backends.hf.layout.base_checks import dtype_and_device
 from lora_backends.hf.words import without_base
 
 
@@ -78,6 +79,7 @@ class MultiLoRAPipeline:
         # All checks run before the first hook.
         self._family = family = family_of(pipe)
         bases = {name: getattr(pipe, name) for name in (family.denoiser, *family.encoders)}
+        # a pipeline may be made without a text encoder
         bases = {name: base for name, base in bases.items() if isinstance(base, nn.Module)}
         for name, base in bases.items():
             check_component(name, base)
@@ -138,6 +140,7 @@ class MultiLoRAPipeline:
         """
         check_name(name)
         self._check_new(name)
+        # all components are read and checked before a slot of any is written
         staged = {}
         for part, checkpoint in self._checkpoints(source).items():
             component = self._components[part]
@@ -153,6 +156,7 @@ class MultiLoRAPipeline:
                     done.append(component)
             except BaseException:
                 for component in done:
+                    # an adapter is in all of its components, or in none
                     component.pool.unload(name)
                 raise
             self._adapters[name] = tuple(component.name for component in staged)
@@ -213,6 +217,7 @@ class MultiLoRAPipeline:
             components = list(self._components.values())
             if components and components[0].wrapped.hooked.handles:
                 for component in components:
+                    # the first refuses while a call runs, which uses every component
                     component.wrapped.hooked.close()
                 for component in components:
                     component.wrapped.close()
@@ -242,6 +247,7 @@ class MultiLoRAPipeline:
                         continue
                     slots = stack.enter_context(component.pool.slots.in_use(held))
                     rows = [_of_component(entry, held) for entry in entries]
+                    # a text encoder sees each prompt once, the denoiser every image
                     if part == self._family.denoiser:
                         rows = [row for row in rows for _ in range(images)]
                     calls[component.wrapped.key] = component.call(rows, slots)

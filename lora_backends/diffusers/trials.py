@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lora_backends.errors import UnsupportedInputError, shown
-from lora_backends.hf.layout.trial import Trial
+from lora_backends.hf.layout.trial import TrialInputs
 
 TEXT = 5
 """Tokens of text per row."""
@@ -28,7 +28,7 @@ LETTERS = ("a", "b", "ac", "d")
 
 
 @dataclass(frozen=True)
-class DenoiserTrial(Trial):
+class DenoiserTrial(TrialInputs):
     """One pass of a denoiser. The input "outer.inner" is the entry `inner` of a dict `outer`."""
 
     lists: Mapping[str, Any]  # the element per row, of inputs that are lists
@@ -53,6 +53,7 @@ class DenoiserTrial(Trial):
         for name, value in inputs.items():
             entries = value if isinstance(value, Mapping) else {"": value}
             for inner, entry in entries.items():
+                # flags choose no rows
                 full = f"{name}.{inner}" if inner else name
                 if full not in tried and not isinstance(entry, bool | None):
                     return full
@@ -60,11 +61,7 @@ class DenoiserTrial(Trial):
 
 
 def unet_trial(denoiser: nn.Module) -> DenoiserTrial:
-    """Return the trial of a `UNet2DConditionModel` (Stable Diffusion, SDXL).
-
-    Raises:
-        UnsupportedInputError: the UNet takes inputs that text-to-image pipelines do not give.
-    """
+    """Return the trial of a `UNet2DConditionModel` whose inputs text-to-image pipelines give."""
     config = _config(denoiser)
     _refuse_options(
         denoiser,
@@ -79,6 +76,7 @@ def unet_trial(denoiser: nn.Module) -> DenoiserTrial:
             f"the UNet has several widths of text embeddings\n"
             f"  given: cross_attention_dim {shown(width)}\n  allowed: one int"
         )
+    # the blocks halve height and width
     side = 2 ** len(config.down_block_types)
     shapes = {
         "sample": (config.in_channels, side, 2 * side),

@@ -25,13 +25,8 @@ Add = Callable[[torch.Tensor, LoRAWeights, Any, torch.Tensor], Any]
 def over_rows(engine: Engine, operation: str, run: Add) -> Add:
     """Return a function that adds to y [..., out_features] for x [..., in_features].
 
-    Args:
-        engine: whose operation it is.
-        operation: that reads rows.
-        run: the operation, for rows.
-
-    Returns:
-        A function that returns y, or a contiguous copy of a y that is not, with the LoRA added.
+    `run` is the operation for rows. The function returns y, or a contiguous copy of a y that is
+    not, with the LoRA added.
     """
     stored = stored_as(engine, operation)
 

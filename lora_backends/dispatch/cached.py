@@ -43,21 +43,11 @@ def is_accepted(
     weights: Any,
     plan: Any,
     y: Any = None,
-    rows: tuple[int, int] | None = None,
-    detail: Any = None,
+    rows: tuple[int, int] | None = None,  # of x and y; None: any that the plan allows
+    detail: Any = None,  # what else the guards depend on
 ) -> bool:
-    """Return True only where the guards would find no problem; nothing is explained.
-
-    Args:
-        engine: that runs the call.
-        operation: of the interface.
-        x: the first argument. All arguments are unchecked.
-        weights: the layer.
-        plan: of the batch.
-        y: base_output, or None.
-        rows: of x and of y; None: any number that the plan allows, the same for both.
-        detail: other values that the guards depend on.
-    """
+    """Return True only where the guards would find no problem; nothing is explained."""
+    # no argument is checked yet
     if (
         type(x) is not _Tensor
         or not (y is None or type(y) is _Tensor)
@@ -228,10 +218,7 @@ class CallCache:
     ) -> CachedCall | None:
         """Return the call that these arguments repeat, or None; they need not be checked.
 
-        `num_tokens` is the plan's.
-
-        Where one is found, every check would pass. Checks of the layer and of the kind have passed
-        before; addresses, lazy negations and gradients may differ from call to call.
+        Where one is found, every check would pass. `num_tokens` is the plan's.
         """
         if (
             type(x) is not _Tensor
@@ -254,6 +241,8 @@ class CallCache:
         else:
             return None
         if (
+            # checks of the layer and of the kind have passed before; these may differ from call to
+            # call
             entry.rows < num_tokens  # a refill may have brought more
             or entry.footprint is not weights.footprint
             # an allocator repeats addresses
@@ -274,10 +263,7 @@ class CallCache:
         y: _Tensor,
         call: CachedCall,
     ) -> None:
-        """Keep a call for arguments of this kind; a full cache is emptied first.
-
-        Call it from a method of the interface, whose arguments are checked.
-        """
+        """Keep a call, whose arguments are checked, for arguments of this kind."""
         # entries of freed layers are never looked up again
         if len(self._calls) >= MOST_LAYERS:
             self._calls.clear()
@@ -308,11 +294,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def stores_calls(method: _Method) -> _Method:
-    """Mark an engine's method that stores calls, so that dispatch looks for them before it runs.
-
-    The mark is the function itself, since `functools.wraps` copies attributes: an override that
-    adds to an inherited one is not marked, and always runs.
-    """
+    """Mark an engine's method that stores calls, so that dispatch looks for them before it runs."""
+    # The mark is the function itself, since `functools.wraps` copies attributes: an override that
+    # adds to an inherited one is not marked, and always runs.
     method.stores_calls = method  # type: ignore[attr-defined]
     return method
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from lora_backends.batch import MOST, LoRABatch
@@ -113,13 +114,10 @@ def check_operation(
     first: Any,
     weights: LoRAWeights,
     plan: Any,
-    base_output: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    base_output: Tensor | None = None,  # of an operation that returns y
+    out: Tensor | None = None,  # of one that returns h
 ) -> None:
-    """Guard a call of an operation.
-
-    One that returns h has no base_output, but `out`; the others have no `out`.
-    """
+    """Guard a call of an operation."""
     problems, name = Problems(engine), operation.argument
     if _weights_fit(problems, weights, plan) and _has_halves(problems, operation, weights):
         if operation.num_slices not in (None, weights.num_slices):
@@ -165,7 +163,7 @@ def _check_out(
     out: Any,
     sizes: tuple[int, ...],
     weights: LoRAWeights,
-    read: dict[str, torch.Tensor],
+    read: dict[str, Tensor],
 ) -> None:
     """Check the tensor that h is written to."""
     if not check_tensor(problems, "out", out):
@@ -190,9 +188,7 @@ def _check_out(
     _check_apart(problems, out, read, "out")
 
 
-def _check_rows(
-    problems: Problems, name: str, x: torch.Tensor, weights: LoRAWeights, plan: Any
-) -> None:
+def _check_rows(problems: Problems, name: str, x: Tensor, weights: LoRAWeights, plan: Any) -> None:
     """Guard x: [num_tokens, in_features], any row stride, in the weights' dtype."""
     if x.ndim != 2:
         problems.refuse(f"{name} is {describe(x)}; allowed: a tensor of two axes")
@@ -201,7 +197,7 @@ def _check_rows(
 
 
 def check_matrix(
-    problems: Problems, name: str, x: torch.Tensor, weights: LayerWeights, rows: int, meaning: str
+    problems: Problems, name: str, x: Tensor, weights: LayerWeights, rows: int, meaning: str
 ) -> None:
     """Check that x is [rows, in_features], its last axis contiguous, in the weights' dtype."""
     shape = (rows, weights.in_features)
@@ -222,9 +218,7 @@ def check_matrix(
         )
 
 
-def _check_h(
-    problems: Problems, name: str, h: torch.Tensor, weights: LoRAWeights, plan: Any
-) -> None:
+def _check_h(problems: Problems, name: str, h: Tensor, weights: LoRAWeights, plan: Any) -> None:
     """Guard h: [num_slices, num_tokens, max_rank], in the dtype of sums."""
     tokens = _rows_for(plan, h.shape[1] if h.ndim == 3 else 0)
     shape = (weights.num_slices, tokens, weights.max_rank)
@@ -239,7 +233,7 @@ def _check_h(
 
 
 def _check_token_ids(
-    problems: Problems, name: str, token_ids: torch.Tensor, weights: LoRAWeights, plan: Any
+    problems: Problems, name: str, token_ids: Tensor, weights: LoRAWeights, plan: Any
 ) -> None:
     """Guard token ids: [num_tokens] integers, contiguous; on a CPU their range too."""
     tokens = _rows_for(plan, token_ids.shape[0] if token_ids.ndim == 1 else 0)
@@ -275,7 +269,7 @@ def _weights_fit(problems: Problems, weights: LoRAWeights, plan: Any) -> bool:
     return True
 
 
-def check_input_dtype(problems: Problems, name: str, x: torch.Tensor) -> None:
+def check_input_dtype(problems: Problems, name: str, x: Tensor) -> None:
     """Check that the engine takes x of a dtype that 8-bit weights allow."""
     if x.is_floating_point() and x.dtype not in problems.engine.dtypes:
         problems.lack(f"{name}.dtype is {dtype_name(x.dtype)}; supported: {problems.dtypes}")
@@ -332,7 +326,7 @@ def check_tensor(problems: Problems, name: str, value: Any) -> bool:
     """Check that a value is plain memory on the engine's device; False if no check may follow."""
     try:
         if (
-            type(value) is torch.Tensor
+            type(value) is Tensor
             and value.device == problems.engine.device
             and value.layout is torch.strided
             and not (value.is_nested or value.is_neg())
@@ -342,7 +336,7 @@ def check_tensor(problems: Problems, name: str, value: Any) -> bool:
             return True
     except RuntimeError:  # it has no address; `check_memory` says so
         pass
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         problems.refuse(f"{name} is {describe(value)}; allowed: a tensor")
         return False
     if value.layout != torch.strided or value.is_nested:
@@ -358,17 +352,15 @@ def check_tensor(problems: Problems, name: str, value: Any) -> bool:
     return check_memory(problems, name, value)
 
 
-def check_memory(problems: Problems, name: str, tensor: torch.Tensor) -> bool:
-    """Check that the engine can read a tensor by its address; False if it has none.
-
-    A `plain_torch` backend computes with torch's operators, which need no address.
-    """
+def check_memory(problems: Problems, name: str, tensor: Tensor) -> bool:
+    """Check that the engine can read a tensor by its address; False if it has none."""
     if is_distributed(tensor):
         problems.refuse(
             f"{name} is a DTensor, spread over processes; pass {name}.full_tensor() or "
             f"{name}.to_local()"
         )
         return False
+    # torch's operators need no address
     if problems.engine.plain_torch or tensor.device != problems.engine.device:
         return True  # another device is refused by its name
     if forward_ad._current_level >= 0 and _has_tangent(tensor):
@@ -386,11 +378,11 @@ def check_memory(problems: Problems, name: str, tensor: torch.Tensor) -> bool:
     return False
 
 
-def _has_tangent(tensor: torch.Tensor) -> bool:
+def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def check_device(problems: Problems, name: str, value: torch.Tensor | LayerWeights) -> None:
+def check_device(problems: Problems, name: str, value: Tensor | LayerWeights) -> None:
     """Check that a tensor or a layer is where the engine runs."""
     if value.device != problems.engine.device:
         problems.refuse(
@@ -399,7 +391,7 @@ def check_device(problems: Problems, name: str, value: torch.Tensor | LayerWeigh
         )
 
 
-def check_mode(problems: Problems, name: str, written: torch.Tensor) -> None:
+def check_mode(problems: Problems, name: str, written: Tensor) -> None:
     """Refuse to write, with torch's operators, to a tensor of inference mode outside of it."""
     if problems.engine.plain_torch and of_left_inference_mode(written):
         problems.refuse(
@@ -408,13 +400,13 @@ def check_mode(problems: Problems, name: str, written: torch.Tensor) -> None:
         )
 
 
-def last_axis_is_contiguous(tensor: torch.Tensor) -> bool:
+def last_axis_is_contiguous(tensor: Tensor) -> bool:
     """Return whether neighbours along the last axis are neighbours in memory."""
     return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or not tensor.numel()
 
 
 def check_writing(
-    problems: Problems, read: dict[str, torch.Tensor], base_output: Any, shape: tuple[int, ...]
+    problems: Problems, read: dict[str, Tensor], base_output: Any, shape: tuple[int, ...]
 ) -> None:
     """Check base_output, if there is one, and gradients against the tensors that a call reads."""
     if base_output is not None:
@@ -450,7 +442,7 @@ def _check_base(problems: Problems, base_output: Any, shape: tuple[int, ...]) ->
         )
 
 
-def _rows_overlap(tensor: torch.Tensor) -> bool:
+def _rows_overlap(tensor: Tensor) -> bool:
     """Return whether two elements may share memory: no axis steps over all that lies within it."""
     axes = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
     inner = tensor.shape[-1]
@@ -463,10 +455,7 @@ def _rows_overlap(tensor: torch.Tensor) -> bool:
 
 
 def _check_apart(
-    problems: Problems,
-    base_output: torch.Tensor,
-    others: dict[str, torch.Tensor],
-    written: str = "base_output",
+    problems: Problems, base_output: Tensor, others: dict[str, Tensor], written: str = "base_output"
 ) -> None:
     """Refuse to write to a tensor that overlaps one that the call reads."""
     if problems.invalid or not base_output.numel():
@@ -476,7 +465,7 @@ def _check_apart(
             problems.refuse(f"{written} overlaps {name} in memory; pass a copy of one of them")
 
 
-def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+def _overlap(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors overlap; columns of one buffer may lie side by side."""
     if not (has_memory(x) and has_memory(y)):
         return False
@@ -494,15 +483,13 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     return apart < x_width or apart + y_width > x_row
 
 
-def _may_change(view: torch.Tensor) -> bool:
+def _may_change(view: Tensor) -> bool:
     """Return whether autograd allows in-place changes of a view."""
     made = torch._C._autograd._get_creation_meta(view)
     return bool(made == torch._C._autograd.CreationMeta.DEFAULT)
 
 
-def check_gradients(
-    problems: Problems, tensors: list[torch.Tensor], base_output: torch.Tensor | None
-) -> None:
+def check_gradients(problems: Problems, tensors: list[Tensor], base_output: Tensor | None) -> None:
     """Refuse a call that would lose a gradient, or write where autograd forbids it."""
     if not torch.is_grad_enabled():
         return

@@ -80,12 +80,10 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_recorded(engine: Engine, topk_weights: torch.Tensor) -> bool:
-    """Return whether recorded calls give the router's weights their gradient.
-
-    Transforms and traces of torch see through the copy that a `plain_torch` engine makes.
-    """
+    """Return whether recorded calls give the router's weights their gradient."""
     if not topk_weights.requires_grad:
         return False
+    # transforms and traces of torch see through the copy that such an engine makes
     return not (engine.plain_torch and (is_jit_traced() or not has_memory(topk_weights)))
 
 
@@ -150,11 +148,7 @@ def _differentiates_router(routing: Any, options: Mapping[str, Any]) -> bool:
 
 
 def _routings_of(out: Any, plan: ManyAdaptersPlan) -> tuple[Any, ...]:
-    """Return the routings that a refill for a plan of several adapters per token writes to.
-
-    Raises:
-        InvalidInputError: `out` is no routing of that number of adapters per token.
-    """
+    """Return the routings of `out`, which has as many adapters per token as the plan."""
     count = plan.adapters_per_token
     if not isinstance(out, ManyAdaptersRouting) or len(out.routings) != count:
         refused = f"a {type(out).__name__}"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.gradients.autocast import for_autocast
@@ -33,24 +34,18 @@ from lora_backends.weights import LoRAWeights
 
 
 def _shrink(
-    x: torch.Tensor, num_slices: int, max_rank: int, backend: int, weights: int, plan: int
-) -> torch.Tensor:
-    h: torch.Tensor = lookup(backend).run_lora_a(x, lookup(weights), lookup(plan))
+    x: Tensor, num_slices: int, max_rank: int, backend: int, weights: int, plan: int
+) -> Tensor:
+    h: Tensor = lookup(backend).run_lora_a(x, lookup(weights), lookup(plan))
     return h
 
 
-def _shrink_fake(x: torch.Tensor, num_slices: int, max_rank: int, *_: int) -> torch.Tensor:
+def _shrink_fake(x: Tensor, num_slices: int, max_rank: int, *_: int) -> Tensor:
     return x.new_empty((num_slices, x.shape[0], max_rank), dtype=accumulator_dtype(x.dtype))
 
 
 def _add(
-    operation: str,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    backend: int,
-    weights: int,
-    plan: int,
-    options: list[int],
+    operation: str, x: Tensor, y: Tensor, backend: int, weights: int, plan: int, options: list[int]
 ) -> None:
     # a schema of torch's library has no place for arbitrary keywords
     pairs = zip(BY_NAME[operation].options, options, strict=True)
@@ -83,12 +78,8 @@ def call_outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def trace_shrink(
-    call: Callable[..., torch.Tensor],
-    engine: Engine,
-    x: torch.Tensor,
-    weights: LoRAWeights,
-    plan: Any,
-) -> torch.Tensor:
+    call: Callable[..., Tensor], engine: Engine, x: Tensor, weights: LoRAWeights, plan: Any
+) -> Tensor:
     """Return h of a traced call of `run_lora_a`; `call` is the method, which checks."""
     needs_gradient = _needs_gradient(x, weights, None)
     if not isinstance(plan, Handled) or (needs_gradient and not _can_record(engine, weights)):
@@ -99,24 +90,21 @@ def trace_shrink(
     # torch.compile may put captured operations into a CUDA graph of its own
     run, _ = _CAPTURED if engine.cuda_graphs else _UNCAPTURED
     sizes = weights.num_slices, weights.max_rank
-    h: torch.Tensor = run(x, *sizes, engine.handle, weights.handle, plan.handle)
+    h: Tensor = run(x, *sizes, engine.handle, weights.handle, plan.handle)
     return h
 
 
 def trace_add(
     operation: Operation,
-    call: Callable[..., torch.Tensor],
+    call: Callable[..., Tensor],  # the method, which checks
     engine: Engine,
-    x: torch.Tensor,
+    x: Tensor,
     weights: LayerWeights,
     plan: Any,
-    base_output: torch.Tensor | None,
+    base_output: Tensor | None,
     options: Mapping[str, Any] = NO_OPTIONS,
-) -> torch.Tensor:
-    """Return y of a traced call of `operation`; `call` is the method, which checks.
-
-    Options reach torch's library as the places of their values in the operation's lists.
-    """
+) -> Tensor:
+    """Return y of a traced call of `operation`."""
     needs_gradient = _needs_gradient(x, weights, base_output)
     if not isinstance(plan, Handled) or (
         needs_gradient and not (operation.is_dense and _can_record(engine, weights))
@@ -130,6 +118,7 @@ def trace_add(
     if y is None:
         # traced with the program, so that its allocator plans this memory too
         y = new_output(operation, x, weights, plan, options)
+    # options reach torch's library as the places of their values in the operation's lists
     places = [option.values.index(options[option.name]) for option in operation.options]
     run(operation.name, x, y, engine.handle, weights.handle, plan.handle, places)
     return y
@@ -142,9 +131,7 @@ def _can_record(engine: Engine, weights: LayerWeights) -> bool:
     return engine.differentiable and not weights.requires_gradient()
 
 
-def _needs_gradient(
-    x: torch.Tensor, weights: LayerWeights, base_output: torch.Tensor | None
-) -> bool:
+def _needs_gradient(x: Tensor, weights: LayerWeights, base_output: Tensor | None) -> bool:
     """Return whether a traced call has to be part of autograd's graph."""
     if not torch.is_grad_enabled():  # asked first: looking at weights makes them guarded inputs
         return False

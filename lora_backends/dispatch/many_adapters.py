@@ -123,8 +123,6 @@ def add_each(
 ) -> torch.Tensor:
     """Add the delta of every adapter to y: ``call(plan of one adapter, y)``, one after another.
 
-    A 16-bit y is added to as float32, so that it is rounded once, if the engine takes float32.
-
     Raises:
         UnsupportedInputError: the layer has output_scales; a token can have only one.
     """
@@ -133,6 +131,7 @@ def add_each(
         for part in plan.plans:
             call(part, y)
         return y
+    # so that a 16-bit y is rounded once
     total = y.float()
     for part in plan.plans:
         total = call(part, total)
@@ -141,11 +140,7 @@ def add_each(
 
 
 def refuse_output_scales(operation: str, weights: Any, plan: ManyAdaptersPlan) -> None:
-    """Refuse a layer with output_scales.
-
-    Raises:
-        UnsupportedInputError: it has some.
-    """
+    """Raise UnsupportedInputError for a layer with output_scales."""
     # else a column would be scaled once for each adapter
     if OUTPUT_SCALES in weights.needs:
         raise UnsupportedInputError(
@@ -156,11 +151,7 @@ def refuse_output_scales(operation: str, weights: Any, plan: ManyAdaptersPlan) -
 
 
 def refuse(operation: str, plan: ManyAdaptersPlan) -> None:
-    """Refuse an operation on h: a token would have one row per adapter.
-
-    Raises:
-        UnsupportedInputError: always.
-    """
+    """Raise UnsupportedInputError: on h, a token would have one row per adapter."""
     raise UnsupportedInputError(
         f"{operation} cannot run with several adapters per token, since h has one row per token\n"
         f"  given: a plan of {plan.adapters_per_token} adapters per token\n"

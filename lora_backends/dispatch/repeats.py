@@ -99,12 +99,9 @@ class Repeats(dict[Any, Repeat]):
         self.plan: Any = None
 
     def of_pass(self, device: torch.device) -> Repeats:
-        """Return the calls that the next pass may repeat.
-
-        There are none while a GPU other than the layers' is current: the stored calls would refuse,
-        and torch's product would be wasted.
-        """
+        """Return the calls that the next pass may repeat."""
         if device.type == "cuda" and device.index != torch.cuda.current_device():
+            # stored calls refuse another current GPU, and torch's product would be wasted
             return NO_REPEATS
         return self
 
@@ -112,17 +109,13 @@ class Repeats(dict[Any, Repeat]):
         self,
         key: Any,
         engine: Engine,
-        operation: str | None,
+        operation: str | None,  # under which it stores such calls, or None
         x: torch.Tensor,
-        weights: LoRAWeights,
+        weights: LoRAWeights,  # whose tensors must stay where they are
         plan: Any,
         y: torch.Tensor,
     ) -> None:
-        """Keep a call that an engine has just made, if it stored it.
-
-        `operation` is the one under which it stores such calls, or None. The tensors of `weights`
-        must stay where they are.
-        """
+        """Keep a call that an engine has just made, if it stored it."""
         if operation is None or plan is not self.plan or not isinstance(plan, CachingPlan):
             return
         if not (_is_aligned(x) and _is_aligned(y)):

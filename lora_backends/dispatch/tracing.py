@@ -13,13 +13,11 @@ is_jit_traced = torch._C._is_tracing
 
 
 def is_traced() -> bool:
-    """Return whether this thread is tracing a program.
-
-    Outside of Dynamo, `is_compiling` reads a flag that all threads share. Inside, both calls below
-    return True. `torch.export` may trace without Dynamo, but only under dispatch modes.
-    """
+    """Return whether this thread is tracing a program."""
+    # outside of Dynamo a flag that all threads share; inside, both calls below return True
     if not torch.compiler.is_compiling():
         return False
+    # `torch.export` may trace without Dynamo, but only under dispatch modes
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

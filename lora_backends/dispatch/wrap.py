@@ -263,8 +263,8 @@ def stands_for(engine: Engine, name: str, operations: set[str]) -> bool:
     if vars(engine).keys() & operations:
         return False
     classes = type(engine).__mro__
-    own = next(cls for cls in classes if name in vars(cls))
-    below = classes[: classes.index(own)]
+    owner = next(cls for cls in classes if name in vars(cls))
+    below = classes[: classes.index(owner)]
     return not any(operation in vars(cls) for cls in below for operation in operations)
 
 

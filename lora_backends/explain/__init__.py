@@ -95,14 +95,9 @@ class Program:
 def launch_of(
     name: str, unit: str, work: Iterable[Program], programs: int | None = None, parts: int = 1
 ) -> Launch:
-    """Return a launch from its programs with work.
+    """Return a launch from its programs with work; `unit` is the engine's word for a program.
 
-    Args:
-        name: of the launch.
-        unit: the engine's word for a program.
-        work: the programs with work.
-        programs: launched; None: those with work.
-        parts: programs that share the work of one in `work`.
+    `programs` are those launched, None: those with work; `parts` of them share the work of one.
     """
     rows, columns, ranks, products = ([0, 0] for _ in range(4))
     busy = 0

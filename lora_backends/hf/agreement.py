@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.hf.calls.request import Request
@@ -48,19 +48,12 @@ class Agreement:
         return max(self.differences, key=lambda d: (d != d, d))
 
 
-def compare(
-    model: MultiLoRAModel, adapter: str, prompt: torch.Tensor, new_tokens: int
-) -> Agreement:
+def compare(model: MultiLoRAModel, adapter: str, prompt: Tensor, new_tokens: int) -> Agreement:
     """Let an adapter answer greedily, and run the training forward over prompt and answer.
 
     The LoRA of each module is compared apart, on the very rows that it saw in generation: once as
-    generation passes them, once as training does.
-
-    Args:
-        model: in eval mode.
-        adapter: that is trained (`new_adapter`, or ``load_adapter(trainable=True)``).
-        prompt: [tokens] int64, at least one.
-        new_tokens: of the answer, at least one.
+    generation passes them, once as training does. `prompt` is [tokens] int64, at least one; the
+    adapter is trained (`new_adapter`, or ``load_adapter(trainable=True)``).
 
     Raises:
         InvalidInputError: no such adapter; the prompt has another shape; or the model is in
@@ -126,21 +119,21 @@ def compare(
     )
 
 
-def _log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return wide.gather(1, tokens[:, None])[:, 0]
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ModuleCall:
     """One call of a module in a pass over some tokens of one row."""
 
     start: int  # tokens of the row before this pass
     length: int  # tokens of this pass
-    x: torch.Tensor
-    y: torch.Tensor
+    x: Tensor
+    y: Tensor
 
-    def rows(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+    def rows(self, tensor: Tensor) -> dict[int, Tensor]:
         """Return the part of each token by its position in the row, or nothing if unknown."""
         rows = tensor[0] if tensor.ndim > 1 and tensor.shape[0] == 1 else tensor
         if self.length == 1 and tensor.ndim and tensor.shape[0] == 1:
@@ -158,7 +151,7 @@ class _Record:
 
     model: MultiLoRAModel
     passes: list[tuple[int, int]] = field(default_factory=list)  # first position, and tokens
-    seen: dict[tuple[str, int], list[_Seen]] = field(default_factory=dict)
+    seen: dict[tuple[str, int], list[_ModuleCall]] = field(default_factory=dict)
     """By path and by the number of the call in its pass, in the order of execution."""
 
     def __enter__(self) -> None:
@@ -184,10 +177,10 @@ class _Record:
             if not args or not self.passes:
                 return
             x, y = args[0], output
-            if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
                 call = self._calls[path] = self._calls.get(path, -1) + 1
                 # Copies: later code may write into either.
-                seen = _Seen(*self.passes[-1], x.detach().clone(), y.detach().clone())
+                seen = _ModuleCall(*self.passes[-1], x.detach().clone(), y.detach().clone())
                 self.seen.setdefault((path, call), []).append(seen)
 
         return note
@@ -211,7 +204,7 @@ def _first_module(
     return None, None
 
 
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
     """Return whether two rows have the same bits; a row that one run lacks is not compared."""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return a is None or b is None
@@ -219,7 +212,7 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _different_loras(
-    model: MultiLoRAModel, adapter: str, ids: torch.Tensor, trained: _Record, served: _Record
+    model: MultiLoRAModel, adapter: str, ids: Tensor, trained: _Record, served: _Record
 ) -> list[tuple[str, bool]]:
     """Return the modules with LoRA, and whether it is the same on the same rows in both shapes."""
     wrapped = model._wrapped
@@ -235,10 +228,10 @@ def _different_loras(
             x = ours.x.clone(memory_format=torch.contiguous_format)
             rows = ours.rows(x)  # views
             of_passes = [each.rows(each.x) for each in theirs]
-            if not all(found and found.keys() <= rows.keys() for found in of_passes):
+            if not all(each and each.keys() <= rows.keys() for each in of_passes):
                 continue  # refused below
-            for found in of_passes:
-                for at, row in found.items():
+            for rows_of_pass in of_passes:
+                for at, row in rows_of_pass.items():
                     rows[at].copy_(row)
             part = hooks.trained(call, key[0], x, torch.zeros_like(ours.y))
             if part is not None:
@@ -256,7 +249,7 @@ def _different_loras(
                         expected = in_training[key]
                         for at, row in each.rows(part).items():
                             same[key] &= _same(expected[at], row)
-    return [(path, found) for (path, _), found in same.items()]
+    return [(path, is_same) for (path, _), is_same in same.items()]
 
 
 def _check_compared(
@@ -287,9 +280,7 @@ class _Loras:
             if group.joined is not None and not group.apart:
                 self._groups |= dict.fromkeys(group.paths, group)
 
-    def trained(
-        self, call: TrainingCall, path: str, x: torch.Tensor, zeros: torch.Tensor
-    ) -> torch.Tensor | None:
+    def trained(self, call: TrainingCall, path: str, x: Tensor, zeros: Tensor) -> Tensor | None:
         """Return the LoRA as a pass of training computes it; None: there is none."""
         if not call.touches((path,)):
             return None
@@ -302,9 +293,7 @@ class _Loras:
         y = call.multiply(group.operation, group.paths, layout, x, shared, weight, None)
         return self._slice(group, path, y.detach())
 
-    def served(
-        self, call: Request, path: str, x: torch.Tensor, zeros: torch.Tensor
-    ) -> torch.Tensor:
+    def served(self, call: Request, path: str, x: Tensor, zeros: Tensor) -> Tensor:
         """Return the same as a pass of generation computes it."""
         group = self._groups.get(path)
         shared = None if group is None else call.shared.get(group.paths[0])
@@ -315,10 +304,10 @@ class _Loras:
         y = adder(self._backend, group.operation)(x, shared, plan, y)
         return self._slice(group, path, y)
 
-    def _alone(self, path: str, x: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    def _alone(self, path: str, x: Tensor, zeros: Tensor) -> Tensor:
         added = self._hooks[path](self._sites[path].module, (x,), zeros)
         return zeros if added is None else added.detach()
 
     @staticmethod
-    def _slice(group: Siblings, path: str, y: torch.Tensor) -> torch.Tensor:
+    def _slice(group: Siblings, path: str, y: Tensor) -> Tensor:
         return torch.split_with_sizes(y, group.widths, -1)[group.paths.index(path)]

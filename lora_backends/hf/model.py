@@ -7,30 +7,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_backends.adapters import LoadLimits
 from lora_backends.backend import LoRABackend
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
+from lora_backends.hf.backend import backend_for
 from lora_backends.hf.calls.alora import invoked
-from lora_backends.hf.calls.entries import (
-    Entry,
-    RowAdapters,
-    adapter_names,
-    is_per_token,
-)
+from lora_backends.hf.calls.entries import Entry, RowAdapters, adapter_names, is_per_token
 from lora_backends.hf.calls.prepared import PreparedAdapters
 from lora_backends.hf.calls.request import Request
 from lora_backends.hf.calls.running import IDLE, open_block, running
 from lora_backends.hf.calls.split import accepted, run_split
 from lora_backends.hf.generating.checks import check_generate
 from lora_backends.hf.hooks.linear import rows_and_length
-from lora_backends.hf.layout.base_checks import (
-    backend_for,
-    check_base,
-    check_fuse,
-    dtype_and_device,
-)
+from lora_backends.hf.layout.base_checks import check_base, check_fuse, dtype_and_device
 from lora_backends.hf.layout.layout import UnknownRowsError, commonest
 from lora_backends.hf.layout.sharded import is_sharded
 from lora_backends.hf.loading import ModelAdapters
@@ -332,7 +323,7 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
     @torch.no_grad()
     def generate(
         self,
-        inputs: torch.Tensor | None = None,
+        inputs: Tensor | None = None,
         *,
         adapters: Sequence[RowAdapters] | None = None,
         adapter_names: Sequence[RowAdapters] | None = None,

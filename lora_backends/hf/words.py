@@ -113,14 +113,10 @@ class Adapted(Protocol):
 
 
 class OneAdapter(ModelWords):
-    """A model whose rows all use one adapter, for code that calls it without `adapters`.
+    """A model whose rows all use one adapter (None: the base model), for code that names none.
 
     Made by `MultiLoRAModel.as_adapter`, e.g. for `transformers.pipeline(model=...)` and
     `Trainer(...).predict`.
-
-    Args:
-        model: with the adapter.
-        name: of the adapter; None for the base model.
     """
 
     def __init__(self, model: Adapted, name: str | None) -> None:
@@ -187,11 +183,7 @@ def _forward_as(kind: type[nn.Module]) -> Any:
 
 
 def chosen_adapters(adapters: Any, adapter_names: Any) -> Any:
-    """Return the entries of rows, which are given under this library's name or under PEFT's.
-
-    Raises:
-        InvalidInputError: neither is given, or both are.
-    """
+    """Return the entries of rows, which are given under this library's name or under PEFT's."""
     if (adapters is None) is (adapter_names is None):
         raise InvalidInputError(
             f"{'no adapters are' if adapters is None else 'adapters and adapter_names are both'} "

@@ -23,7 +23,7 @@ from lora_backends.hf.layout.probe import UNREACHED, probe
 from lora_backends.hf.layout.sharded import is_sharded
 from lora_backends.hf.layout.sites import base_layer, check_start, find_sites
 from lora_backends.hf.layout.structure import Structure
-from lora_backends.hf.layout.trial import Trial, tried_input
+from lora_backends.hf.layout.trial import TrialInputs, tried_input
 from lora_backends.hf.layout.unused import unused_by
 from lora_backends.hf.replacements.modules import Replacements
 from lora_backends.hf.training.registry import Training
@@ -32,34 +32,25 @@ _NUMBERS = count()
 
 
 class WrappedModel:
-    """The modules of a base model that adapters may touch, their layouts, hooks and adapters.
-
-    Args:
-        base: a model that `check_base` accepts.
-        backend: that adds the LoRA.
-        dtype: of the adapters.
-        device: of the model.
-        fuse: whether modules with one input are joined.
-        trial: inputs for a model outside Transformers, such as a denoiser of images, whose
-            convolutions are adapted, too; None: a model of Transformers.
-    """
+    """The modules of a base model that adapters may touch, their layouts, hooks and adapters."""
 
     pool: AdapterPool  # set by `open`
 
     def __init__(
         self,
-        base: nn.Module,
+        base: nn.Module,  # that has passed `check_base`
         backend: LoRABackend,
         dtype: torch.dtype,
         device: torch.device,
-        fuse: bool,
-        trial: Trial | None = None,
+        fuse: bool,  # join modules with one input
+        trial: TrialInputs | None = None,  # inputs of a model outside Transformers
     ) -> None:
         self.base, self.backend, self.dtype = base, backend, dtype
         self.key = f"model {next(_NUMBERS)}"  # see `ModelCall.model`
         self.experts = find_experts(base, dtype, device)
         routers = find_routers(base, self.experts, dtype, device)
         # Routers are no linear layers for `find_sites`, and take LoRA all the same.
+        # a denoiser of images has convolutions, which are adapted, too
         self.sites = find_sites(base, dtype, device, trial is not None) | routers
         self.routers = frozenset(routers)
         # Experts see hidden states as a linear layer does, so one probe is enough.
@@ -133,11 +124,7 @@ class WrappedModel:
         return sites | {path: site.module for path, site in self.experts.items()}
 
     def check_attached(self) -> None:
-        """Refuse a model that was detached, or lacks modules that it had.
-
-        Raises:
-            InvalidInputError: it is such a model.
-        """
+        """Raise InvalidInputError for a model that was detached, or lacks modules that it had."""
         self.hooked.check()
         self.structure.check_modules()
 

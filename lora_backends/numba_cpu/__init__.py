@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
@@ -19,7 +20,7 @@ from lora_backends.errors import BackendUnavailableError
 from lora_backends.experts import ExpertWeights
 from lora_backends.features import FEATURES
 from lora_backends.numba_cpu import experts, launch
-from lora_backends.numba_cpu.blends import Blend, BlendedRun
+from lora_backends.numba_cpu.blends import BlendedRun, NumbaBlend
 from lora_backends.numba_cpu.call_cache import CachedRun
 from lora_backends.numba_cpu.gradients import launch as backward
 from lora_backends.numba_cpu.layer import Layers, require_memory
@@ -80,9 +81,9 @@ class NumbaCPUBackend(LoRABackend):
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
         """Compile, or load from the cache on disk, what layers of these dtypes run.
 
-        None stands for all dtypes but those of 8 bits, which may be named. Experts whose pairs
-        are summed (`reduce`) compile more at their first call.
+        None stands for all dtypes but those of 8 bits, which may be named.
         """
+        # experts whose pairs are summed (`reduce`) compile more at their first call
         launch.grouping_kernel()
         for dtype in self.dtypes if dtypes is None else dtypes:
             for flags in (SHRINK, GATHER, MULTIPLIED):
@@ -111,13 +112,8 @@ class NumbaCPUBackend(LoRABackend):
 
     @override
     def forward_with_h(
-        self,
-        operation: str,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, operation: str, x: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         if operation not in _FUSED or base_output is None or is_eight_bit(weights.dtype):
             return super().forward_with_h(operation, x, weights, plan, base_output)
         # The fused kernel has h for one segment at a time.
@@ -127,16 +123,16 @@ class NumbaCPUBackend(LoRABackend):
     @override
     def run_lora_b_backward(
         self,
-        grad: torch.Tensor,
-        h: torch.Tensor | None,
+        grad: Tensor,
+        h: Tensor | None,
         weights: LoRAWeights,
         plan: Any,
         *,
         needs_h: bool = True,
         narrow: bool = False,
-        lora_b: torch.Tensor | None = None,
+        lora_b: Tensor | None = None,
         slots: Sequence[int] | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         options: dict[str, Any] = {"needs_h": needs_h, "lora_b": lora_b, "slots": slots}
         if is_eight_bit(weights.dtype) or not backward.runs(grad, h):
             return super().run_lora_b_backward(grad, h, weights, plan, narrow=narrow, **options)
@@ -146,14 +142,14 @@ class NumbaCPUBackend(LoRABackend):
     @override
     def run_lora_a_backward(
         self,
-        dh: torch.Tensor,
-        x: torch.Tensor | None,
+        dh: Tensor,
+        x: Tensor | None,
         weights: LoRAWeights,
         plan: Any,
         *,
-        dx: torch.Tensor | None = None,
+        dx: Tensor | None = None,
         adds: bool = False,
-        lora_a: torch.Tensor | None = None,
+        lora_a: Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
         options: dict[str, Any] = {"dx": dx, "lora_a": lora_a, "slots": slots}
@@ -169,7 +165,7 @@ class NumbaCPUBackend(LoRABackend):
         return plan.rows_by_slot()
 
     @override
-    def token_slots(self, plan: NumbaPlan, num_rows: int, num_slots: int) -> torch.Tensor:
+    def token_slots(self, plan: NumbaPlan, num_rows: int, num_slots: int) -> Tensor:
         slots = torch.full((num_rows,), NO_ADAPTER, dtype=torch.int64, device="cpu")
         for slot, rows in plan.rows_by_slot():
             slots[rows] = slot
@@ -177,8 +173,8 @@ class NumbaCPUBackend(LoRABackend):
 
     @override
     def run_lora_a(
-        self, x: torch.Tensor, weights: LoRAWeights, plan: Any, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: Any, out: Tensor | None = None
+    ) -> Tensor:
         located, h = self._layers.locate(weights), out
         if h is None:
             h = torch.empty(weights.num_slices, x.shape[0], weights.max_rank, device="cpu")
@@ -188,12 +184,8 @@ class NumbaCPUBackend(LoRABackend):
 
     @override
     def run_lora_b(
-        self,
-        h: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, h: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         y = added_to(base_output, weights, h.shape[1])
         launch.run(0, self._layers.locate(weights), plan, h=h, y=y)
         return y
@@ -201,12 +193,8 @@ class NumbaCPUBackend(LoRABackend):
     @override
     @stores_calls
     def run_linear(
-        self,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         y = added_to(base_output, weights, x.shape[0])
         if plan.num_segments:
             bound = launch.bind(SHRINK, self._layers.locate(weights), plan.needs, x, None, y)
@@ -216,15 +204,15 @@ class NumbaCPUBackend(LoRABackend):
         return y
 
     @override
-    def prepare_together(self, batch: LoRABatch, out: Any, capacity: int | None) -> Blend:
+    def prepare_together(self, batch: LoRABatch, out: Any, capacity: int | None) -> NumbaBlend:
         if out is None:
-            return Blend(batch)
+            return NumbaBlend(batch)
         out.refill(batch)
         return out  # type: ignore[no-any-return]
 
     @override
     def add_together(
-        self, operation: str, x: torch.Tensor, weights: LoRAWeights, joint: Any, y: torch.Tensor
+        self, operation: str, x: Tensor, weights: LoRAWeights, joint: Any, y: Tensor
     ) -> CachedCall | bool:
         located, first = self._layers.locate(weights), SHRINK
         if operation == "run_embedding":
@@ -234,43 +222,23 @@ class NumbaCPUBackend(LoRABackend):
         return call if first == SHRINK else True
 
     @override
-    def prepare_experts(
-        self,
-        plan: Any,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None = None,
-        out: NumbaRouting | None = None,
-    ) -> NumbaRouting:
-        require_memory()
-        if out is None:
-            return NumbaRouting.of(plan, topk_ids, topk_weights, num_experts, expert_map)
-        out.refill(plan, topk_ids, topk_weights, expert_map)
-        return out
-
-    @override
     def run_experts(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         weights: ExpertWeights,
         routing: Any,
-        base_output: torch.Tensor | None = None,
+        base_output: Tensor | None = None,
         *,
         rows: str = "tokens",
         weighted: bool = False,
         reduce: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return experts.run(x, weights, routing, base_output, self._layers, rows, weighted, reduce)
 
     @override
     def run_embedding(
-        self,
-        token_ids: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         y = added_to(base_output, weights, token_ids.shape[0])
         ids = token_ids.to(torch.int64).reshape(-1, 1)
         launch.run(GATHER, self._layers.locate(weights), plan, x=ids, y=y)

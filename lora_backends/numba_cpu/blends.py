@@ -27,7 +27,7 @@ from lora_backends.numba_cpu.routines import eight_bit_table, table_of
 _PACK_BLOCKS, _PACK_Y = struct.Struct("4q").pack, struct.Struct("3q").pack  # of `Blocks`
 
 
-class Blend:
+class NumbaBlend:
     """The pairs of a batch, sorted by block of tokens, then slot, then token.
 
     Tokens with equal adapters lie together; a block is MAX_SEGMENT tokens. Slots [[0, 2], [2, -1],
@@ -49,13 +49,13 @@ class Blend:
     def refill(self, batch: LoRABatch) -> None:
         """Take another batch."""
         self.batch = batch
-        found = sorted_tokens(batch)
-        self.tokens: Ints = found.tokens
-        place, column = np.nonzero(found.live)
+        ordered = sorted_tokens(batch)
+        self.tokens: Ints = ordered.tokens
+        place, column = np.nonzero(ordered.live)
         block, slot, repeat = (
             place // MAX_SEGMENT,
-            found.slots[found.live],
-            found.repeats[found.live],
+            ordered.slots[ordered.live],
+            ordered.repeats[ordered.live],
         )
         order = np.lexsort((place, repeat, slot, block))
         block, slot, repeat, place = block[order], slot[order], repeat[order], place[order]
@@ -70,8 +70,8 @@ class Blend:
         self.in_block: Ints = place % MAX_SEGMENT
         self.own: Ints = np.arange(len(order))
         self.scales = None
-        if found.scales is not None:
-            self.scales = np.ascontiguousarray(found.scales[place, column[order]])
+        if ordered.scales is not None:
+            self.scales = np.ascontiguousarray(ordered.scales[place, column[order]])
         self.num_segments, self.num_positions = len(self.segments), len(order)
         self.h_rows, self.needs = self.num_positions, needs_of(self.segments)
         self.packed_work = PACK_WORK(*self._work(self.x_order))
@@ -81,9 +81,9 @@ class Blend:
 
     def _work(self, y_order: Ints) -> Work:
         halves = self.num_segments, self.segments.ctypes.data
-        x, own, y = (order.ctypes.data for order in (self.x_order, self.own, y_order))
+        x, numbers, y = (order.ctypes.data for order in (self.x_order, self.own, y_order))
         scales = NO_SCALES if self.scales is None else (self.scales.ctypes.data, 4)
-        return Work(*halves, 1, *halves, x, own, own, y, *scales, own)
+        return Work(*halves, 1, *halves, x, numbers, numbers, y, *scales, numbers)
 
 
 def _pieces(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
@@ -113,7 +113,7 @@ class BlendedRun:
 
     @classmethod
     def of(
-        cls, first: int, located: LocatedLayer, blend: Blend, x: torch.Tensor, y: torch.Tensor
+        cls, first: int, located: LocatedLayer, blend: NumbaBlend, x: torch.Tensor, y: torch.Tensor
     ) -> BlendedRun:
         """Return the call that shrinks x (`SHRINK`) or token ids (`GATHER`), and adds to y."""
         shrink = launch.bind(first, located, blend.needs, x, None, None)
@@ -122,7 +122,7 @@ class BlendedRun:
         fields = launch.expand_fields(expand, located)
         return cls(shrink, expand, fields, (launch.row_of(y), DTYPE_CODES[y.dtype]), blend.needs)
 
-    def run(self, x: torch.Tensor, weights: Any, blend: Blend, y: torch.Tensor) -> bool:
+    def run(self, x: torch.Tensor, weights: Any, blend: NumbaBlend, y: torch.Tensor) -> bool:
         """Run both kernels; return False, with nothing run, if the batch needs other routines."""
         if not blend.num_segments:
             return True

@@ -121,18 +121,18 @@ class Bound:
 
 
 def run(
-    first: int,
+    first: int,  # `SHRINK` or `GATHER`
     located: LocatedLayer,
     job: NumbaPlan | Job,
     *,
     x: torch.Tensor | None = None,
-    h: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,  # None: its memory lives for this call
     y: torch.Tensor | None = None,
 ) -> None:
-    """Write h from x (`SHRINK`) or token ids (`GATHER`), if asked, and add its expansion to y.
+    """Write h from x or token ids, if asked, and add its expansion to y.
 
     x and y have two axes, or more where they are contiguous; rows lie along the last. Ids are
-    int64. Without h, its memory lives for this call.
+    int64.
     """
     if not job.num_segments:
         return
@@ -201,12 +201,7 @@ def shrink_and_add(
 ) -> None:
     """Run the shrink of a blend, then its expand.
 
-    Args:
-        bound: the shrink.
-        kernel: the expand.
-        blend: the batch, a `Blend`.
-        x: address of x.
-        expand: `expand_fields`, a `Work`, and `Blocks`.
+    x is an address; `expand` has `expand_fields`, a `Work`, and `Blocks`.
     """
     h_slice = bound.h_row * blend.h_rows
     size, h = h_slice * bound.num_slices, _SCRATCH.address
@@ -230,11 +225,8 @@ def start_threads(kernel: Kernel, call: bytes, threads: int) -> None:
 def reduce(y: torch.Tensor, delta: torch.Tensor, located: LocatedLayer, routing: Any) -> None:
     """Add to each row of y the deltas of its token's pairs, in order of the pairs.
 
-    Args:
-        y: [num_tokens, out_features].
-        delta: [num_tokens * top_k, out_features] float32, contiguous.
-        located: where the experts lie; where a pair's rank is 0, y keeps its bits.
-        routing: a `NumbaRouting`.
+    y is [num_tokens, out_features], delta [num_tokens * top_k, out_features] float32, contiguous.
+    Where a pair's rank is 0, y keeps its bits.
     """
     work = routing.plan.work
     if not work.b_count:

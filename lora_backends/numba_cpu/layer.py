@@ -120,11 +120,7 @@ class Layers:
         return Layers, ()  # addresses mean nothing to a copy
 
     def locate(self, weights: Weights) -> LocatedLayer:
-        """Return where the weights lie now.
-
-        Raises:
-            InvalidInputError: a mode of torch is active under which new tensors have no memory.
-        """
+        """Return where the weights lie now."""
         if torch._C._len_torch_dispatch_stack():  # inlined: every call of a layer runs this
             require_memory()
         addresses = weights.footprint.addresses
@@ -275,20 +271,16 @@ def _own_groups(weights: Weights, s: int, axis: int) -> torch.Tensor | None:
 
 
 def _scale_places(scales: torch.Tensor | None, experts: int) -> tuple[int, ...]:
-    """Return the address of scales and the strides of slots, experts, groups of rows, groups.
-
-    `experts` says how many axes of experts there are: 1 or, in a dense layer, 0.
-    """
+    """Return the address of scales and the strides of slots, experts, groups of rows, groups."""
     if scales is None:
         return (0,) * 5
     slot, *rest, row, column = (4 * stride for stride in scales.stride())
+    # `experts`: axes of experts, 1 or, in a dense layer, 0
     expert = rest[0] if experts and scales.shape[1] > 1 else 0
     return scales.data_ptr(), slot, expert, row, column
 
 
 def _slices_apart(weights: ExpertWeights) -> bool:
-    """Return whether kernels see a slice of columns at a time, not all columns as one slice.
-
-    Groups of scales never cross slices, so slices of 8 bits stay apart even if one A feeds all.
-    """
+    """Return whether kernels see a slice of columns at a time, not all columns as one slice."""
+    # groups of scales never cross slices, even if one A feeds all
     return weights.num_a > 1 or weights.b_scales is not None

@@ -103,14 +103,14 @@ class NumbaPlan(CachingPlan):
     def places_of(self, slots: Sequence[int] | None) -> Ints:
         """Return each slot's index in `slots`, or -1; with None, the slot itself."""
         wanted = None if slots is None else tuple(slots)
-        found = self._places  # once: another thread may ask for other slots meanwhile
-        if found is None or found[0] != wanted:
+        kept = self._places  # once: another thread may ask for other slots meanwhile
+        if kept is None or kept[0] != wanted:
             places = np.arange(self.num_slots, dtype=np.int64)
             if wanted is not None:
                 places[:] = -1
                 places[list(wanted)] = range(len(wanted))
-            found = self._places = wanted, places
-        return found[1]
+            kept = self._places = wanted, places
+        return kept[1]
 
     def rows_by_slot(self) -> list[tuple[int, slice | torch.Tensor]]:
         """Return each active slot and its tokens, as a slice where they are neighbours."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 from lora_backends.experts import ExpertRouting
 from lora_backends.numba_cpu import launch
 from lora_backends.numba_cpu.config import LONG_SEGMENT
 from lora_backends.numba_cpu.kernels.experts import Grouping
-from lora_backends.numba_cpu.layer import LocatedLayer
+from lora_backends.numba_cpu.layer import LocatedLayer, require_memory
 from lora_backends.numba_cpu.needs import LONG
 from lora_backends.numba_cpu.plan import NO_SCALES, PACK_WORK, Job, Work
 
@@ -52,10 +53,10 @@ class NumbaRouting(ExpertRouting):
     def of(
         cls,
         plan: Any,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
         num_experts: int,
-        expert_map: torch.Tensor | None,
+        expert_map: Tensor | None,
     ) -> Self:
         """Return a routing with memory for its tensors; arguments as in `prepare_experts`."""
         shape = topk_ids.shape
@@ -65,13 +66,10 @@ class NumbaRouting(ExpertRouting):
         return made
 
     def refill(
-        self,
-        plan: Any,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        expert_map: torch.Tensor | None,
+        self, plan: Any, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None
     ) -> None:
         """Take another choice of as many tokens and experts; the tensors keep their addresses."""
+        require_memory()
         self.plan = plan
         self.topk_weights.copy_(topk_weights)
         self._groups = _group(self, topk_ids, expert_map)
@@ -84,9 +82,7 @@ class NumbaRouting(ExpertRouting):
         return groups
 
 
-def _group(
-    routing: NumbaRouting, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
-) -> Groups:
+def _group(routing: NumbaRouting, topk_ids: Tensor, expert_map: Tensor | None) -> Groups:
     """Write the local ids of the router's choice, and group the pairs."""
     work, size, most = routing.plan.work, topk_ids.itemsize, routing.num_pairs
     row, step = topk_ids.stride()
@@ -127,18 +123,14 @@ def _group(
     return Groups(work, buffer, num_pairs, pairs, tokens, (num_by_expert, by_expert), slots)
 
 
-def job_of(
-    routing: NumbaRouting, located: LocatedLayer, rows: str, scales: torch.Tensor | None
-) -> Job:
-    """Return the job of a call; `scales` are the factors of the pairs, or None.
-
-    Where experts share an A, the first half shrinks each token once (or each slot's pairs
-    together), and the pairs read the token's h. Where they share B, rank and scaling, the second
-    half takes each slot's pairs together.
-    """
+def job_of(routing: NumbaRouting, located: LocatedLayer, rows: str, scales: Tensor | None) -> Job:
+    """Return the job of a call; `scales` are the factors of the pairs, or None."""
     groups, plan = routing.groups(), routing.plan
     pairs = groups.pairs
+    # where experts share an A, the first half shrinks each token once (or each slot's pairs
+    # together), and the pairs read the token's h
     a_segments = groups.by_slot if located.shares_a else groups.by_expert
+    # where they share B, rank and scaling, the second half takes each slot's pairs together
     b_segments = groups.by_slot if located.shares_b else groups.by_expert
     x_order = to_order = h_order = pairs
     h_rows = routing.num_pairs

@@ -15,7 +15,7 @@ import torch
 
 from lora_backends.bench import Cell
 from lora_backends.errors import InvalidInputError, did_you_mean
-from lora_backends.planning.shapes import EIGHT_BIT, SCALE_BYTES, Layer, ModelShapes
+from lora_backends.planning.shapes import EIGHT_BIT, SCALE_BYTES, LayerGroup, ModelShapes
 
 TABLE = "cards.json"
 
@@ -38,36 +38,25 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """The measurements of one device.
-
-    Args:
-        name: name of the device.
-        memory_bytes: size of its memory.
-        copy_bytes_per_s: bytes that a large copy reads and writes per second.
-        flop_per_s: rate of a large matrix product.
-        launch_s: time of a near-empty kernel in a CUDA graph; 0 on a CPU.
-        host_s: host time of one `run_linear`, which a CUDA graph removes.
-        cells: measured efficiencies of `run_linear`.
-        source: origin of the numbers, for the notes of a plan.
-    """
+    """The measurements of one device."""
 
     name: str
     memory_bytes: int
-    copy_bytes_per_s: float
-    flop_per_s: float
-    launch_s: float
-    host_s: float
-    cells: tuple[Measured, ...]
-    source: str
+    copy_bytes_per_s: float  # read and written by a large copy
+    flop_per_s: float  # of a large matrix product
+    launch_s: float  # time of a near-empty kernel in a CUDA graph; 0 on a CPU
+    host_s: float  # of one `run_linear`, which a CUDA graph removes
+    cells: tuple[Measured, ...]  # efficiencies of `run_linear`
+    source: str  # of the numbers, for the notes of a plan
 
     def linear_s(
         self,
-        layer: Layer,
-        tokens: int,
-        adapters: int,
-        rank: int,
-        itemsize: int,
-        eight_bit: bool = False,
+        layer: LayerGroup,
+        tokens: int,  # rows of x
+        adapters: int,  # with at least one token
+        rank: int,  # of each adapter
+        itemsize: int,  # bytes per element of x and y, and of A and B unless `eight_bit`
+        eight_bit: bool = False,  # A and B have one byte per element, and a scale per row
     ) -> float:
         """Return the seconds of one `run_linear`.
 
@@ -75,15 +64,6 @@ class Card:
 
         Bytes and launches are those of `bench.Cell`; the efficiency is that of the nearest
         measurement.
-
-        Args:
-            layer: widths of x and y.
-            tokens: rows of x.
-            adapters: adapters with at least one token.
-            rank: rank of each adapter.
-            itemsize: bytes per element of x and y.
-            eight_bit: whether A and B have one byte per element and a scale per row; otherwise
-                they have `itemsize` bytes per element.
         """
         cell = Cell("layer", layer.in_features, layer.output_slices, tokens, adapters, rank)
         active, slices = cell.active_adapters, len(layer.output_slices)
@@ -98,11 +78,8 @@ class Card:
     def lora_s(self, model: ModelShapes, tokens: int, adapters: int, eager: bool = False) -> float:
         """Return the seconds that adapters add to one forward pass of the model.
 
-        Args:
-            model: layers, rank and dtypes.
-            tokens: tokens in the batch.
-            adapters: adapters with at least one token.
-            eager: whether the pass runs without CUDA graphs, so that `host_s` counts per layer.
+        `adapters` have at least one of the `tokens`; an `eager` pass runs without CUDA graphs, so
+        that `host_s` counts per layer.
         """
         if not tokens or not adapters:
             return 0.0
@@ -117,14 +94,7 @@ class Card:
 
 
 def find_card(name: str) -> Card:
-    """Return a card of the package's table.
-
-    Args:
-        name: in any case, with or without "NVIDIA".
-
-    Raises:
-        InvalidInputError: the table lacks this card.
-    """
+    """Return a card of the package's table, by its name in any case, with or without "NVIDIA"."""
     cards = _cards()
     wanted = {known.lower().removeprefix("nvidia "): known for known in cards}
     key = wanted.get(name.lower().removeprefix("nvidia "))
@@ -138,15 +108,7 @@ def find_card(name: str) -> Card:
 
 
 def read_card(path: Path, memory_bytes: int) -> Card:
-    """Return a card from a result file of `lora-backends bench`.
-
-    Args:
-        path: path of the file.
-        memory_bytes: memory of the card, which the file does not state.
-
-    Raises:
-        InvalidInputError: there is no such file, or it has no time of `run_linear`.
-    """
+    """Return a card from a result of `lora-backends bench`, which does not state its memory."""
     # imported here: pydantic takes longer to import than the rest of this module
     from lora_backends.bench import read_result
     from lora_backends.bench.schema import check_cells
@@ -157,18 +119,14 @@ def read_card(path: Path, memory_bytes: int) -> Card:
 
 
 def card_of(result: Mapping[str, Any], memory_bytes: int, source: str) -> Card:
-    """Return a card from a benchmark result, with the fastest contender of each cell.
-
-    Raises:
-        InvalidInputError: the result has no time of `run_linear`.
-    """
+    """Return a card from a benchmark result of `run_linear`, by each cell's fastest contender."""
     cells = []
     for row in result["rows"]:
-        found = [t["efficiency"] for t in row["results"].values() if "efficiency" in t]
-        if row["operation"] == "run_linear" and found:
+        efficiencies = [t["efficiency"] for t in row["results"].values() if "efficiency" in t]
+        if row["operation"] == "run_linear" and efficiencies:
             out = row["output_slices"]
             sizes = (row["in_features"], sum(out), len(out), row["tokens"], row["active_adapters"])
-            cells.append(Measured(*sizes, row["rank"], max(found)))
+            cells.append(Measured(*sizes, row["rank"], max(efficiencies)))
     if not cells:
         raise InvalidInputError(
             f"{source} has no time of run_linear\n  to do: lora-backends bench --json > card.json"

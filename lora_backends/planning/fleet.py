@@ -28,34 +28,24 @@ THRASHES = 0.1
 class Fleet:
     """The serving options of every card, and the longest acceptable wait.
 
-    Args:
-        rows: the most rows in a batch.
-        slots: slots of the pool; None: as many as fit.
-        cpu_bytes: host memory for adapters, as in `keep_adapters`; None: enough for all.
-        spare: share of the card's memory left to activations and the engine.
-        max_wait_s: bound on the 95th percentile of the wait before a request's first step.
-        base_step_s: decode step of the base model with `rows` rows; None: the bytes of weights
-            and cache divided by the card's copy rate, a lower bound.
-        prompt_tokens_per_s: prefill rate of the base model; None: the rate of a large matrix
-            product divided by 2 flop per parameter, an upper bound.
-        load_bytes_per_s: rate of copies from host memory into a slot.
-        disk_bytes_per_s: rate of reading adapters from disk.
-        eager: whether the engine runs without CUDA graphs, so that host time counts.
-
     Raises:
         InvalidInputError: a number is out of range.
     """
 
-    rows: int = 64
-    slots: int | None = None
-    cpu_bytes: int | None = None
-    spare: float = 0.1
-    max_wait_s: float = 1.0
+    rows: int = 64  # the most in a batch
+    slots: int | None = None  # of the pool; None: as many as fit
+    cpu_bytes: int | None = None  # for adapters, as in `keep_adapters`; None: enough for all
+    spare: float = 0.1  # share of the card's memory left to activations and the engine
+    max_wait_s: float = 1.0  # 95th percentile of the wait before a request's first step
+    # Decode step of the base model with `rows` rows. None: the bytes of weights and cache divided
+    # by the card's copy rate, a lower bound.
     base_step_s: float | None = None
+    # Prefill rate of the base model. None: the rate of a large matrix product divided by 2 flop
+    # per parameter, an upper bound.
     prompt_tokens_per_s: float | None = None
-    load_bytes_per_s: float = 20e9
+    load_bytes_per_s: float = 20e9  # from host memory into a slot
     disk_bytes_per_s: float = 1e9
-    eager: bool = False
+    eager: bool = False  # whether the engine runs without CUDA graphs, so that host time counts
 
     def __post_init__(self) -> None:
         check_whole("rows", self.rows)
@@ -102,12 +92,6 @@ def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) ->
 
     The simulations for `by_slots` all use the fewest cards that keep up with requests routed by
     adapter, or one card if no number of cards does.
-
-    Args:
-        model: sizes of the base model and of an adapter.
-        traffic: load of the whole fleet.
-        card: measurements of one card.
-        fleet: serving options of every card.
 
     Raises:
         InvalidInputError: no slot fits beside the base model and the cache, or fewer than
@@ -159,8 +143,8 @@ def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) ->
         )
         return simulation.run()
 
-    found = {routing: _fewest(partial(run, routing), fleet) for routing in ROUTINGS}
-    cards = found["by adapter"][0] or 1
+    fewest = {routing: _fewest(partial(run, routing), fleet) for routing in ROUTINGS}
+    cards = fewest["by adapter"][0] or 1
     most = min(slots, len(traffic.divided(cards)[0]))
     steps = sorted({*(2**i for i in range(most.bit_length())), most})
     by_slots = tuple(run("by adapter", cards, count) for count in steps)
@@ -176,8 +160,8 @@ def make_plan(model: ModelShapes, traffic: Traffic, card: Card, fleet: Fleet) ->
         base_step_s=times.step(mean[0], 0),
         lora_step_s=times.step(*mean) - times.step(mean[0], 0),
         by_slots=by_slots,
-        cards={routing: n for routing, (n, _) in found.items()},
-        cards_outcome={routing: outcome for routing, (_, outcome) in found.items()},
+        cards={routing: n for routing, (n, _) in fewest.items()},
+        cards_outcome={routing: outcome for routing, (_, outcome) in fewest.items()},
         thrashes_below=min(good) if good else None,
         notes=tuple(notes),
     )

@@ -31,7 +31,7 @@ _LENGTHS = (64, 128)  # tokens of the two passes whose caches are compared
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerGroup:
     """Adapted modules that read the same input: one `run_linear`."""
 
     in_features: int
@@ -58,7 +58,7 @@ class ModelShapes:
     adapter_bytes: int  # A and B of one adapter, `rank` wide, in adapter_dtype
     slot_bytes: int  # one slot of all stacks, `max_rank` wide, in adapter_dtype
     file_bytes: int  # A and B of one adapter, `rank` wide, in dtype
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerGroup, ...]
     rank: int
     max_rank: int
     dtype: str
@@ -72,29 +72,16 @@ class ModelShapes:
 
 
 def read_shapes(
-    config: Path,
-    rank: int = 16,
+    config: Path,  # a config.json, or its folder
+    rank: int = 16,  # of every adapter
     *,
-    max_rank: int | None = None,
-    target_modules: str | Sequence[str] = "all-linear",
-    target_parameters: Sequence[str] = (),
-    dtype: str = "bfloat16",
-    adapter_dtype: str | None = None,
+    max_rank: int | None = None,  # that the stacks have room for; None: `rank`
+    target_modules: str | Sequence[str] = "all-linear",  # as in PEFT's `LoraConfig`
+    target_parameters: Sequence[str] = (),  # the same, for stacked experts
+    dtype: str = "bfloat16",  # or float16, float32: of the base model and of files
+    adapter_dtype: str | None = None,  # of the stacks, or one of 8 bits; None: `dtype`
 ) -> ModelShapes:
     """Return the sizes of a Transformers model and of PEFT's LoRA on it.
-
-    Transformers builds the model and PEFT an adapter on the meta device, so neither takes memory.
-    Two forward passes on that device show which modules share an input, and how many bytes the
-    cache grows by per token.
-
-    Args:
-        config: a config.json, or its folder.
-        rank: rank of every adapter.
-        max_rank: rank that the stacks have room for; None: `rank`.
-        target_modules: as in PEFT's `LoraConfig`.
-        target_parameters: as in PEFT's `LoraConfig`, for stacked experts.
-        dtype: float16, bfloat16 or float32, of the base model and of adapter files.
-        adapter_dtype: dtype of the stacks: int8, float8_e4m3fn or float8_e5m2; None: `dtype`.
 
     Raises:
         BackendUnavailableError: Transformers or PEFT is not installed.
@@ -122,8 +109,11 @@ def read_shapes(
         )
     file = as_path(config, "--config-json")
     file = file / "config.json" if file.is_dir() else file
+    # on the meta device, as PEFT's adapter below, so neither takes memory
     base = _on_meta(file, getattr(torch, dtype))
     weights = {id(p): p for p in base.parameters()}.values()
+    # two forward passes show which modules share an input, and by how much the cache grows per
+    # token
     shared, cache, notes = _watch(base)
     adapted = _adapted(base, max_rank, target_modules, target_parameters)
     if not adapted:
@@ -162,17 +152,17 @@ def _on_meta(file: Path, dtype: torch.dtype) -> Any:
             "  to do: pip install 'lora-backends[bench]'"
         ) from error
     try:
-        found = json.loads(read_text(file))
+        settings = json.loads(read_text(file))
     except InvalidInputError:
         raise
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{file} is not valid JSON: {error}") from error
-    kind = found.get("model_type") if isinstance(found, dict) else None
+    kind = settings.get("model_type") if isinstance(settings, dict) else None
     if not isinstance(kind, str):
         raise InvalidInputError(f"{file} is no model configuration\n  given: no model_type")
     try:
         # From the file's keys alone, so that no code of the model's repository runs.
-        configuration = transformers.AutoConfig.for_model(**found)
+        configuration = transformers.AutoConfig.for_model(**settings)
         with torch.device("meta"):
             base = transformers.AutoModelForCausalLM.from_config(
                 configuration, dtype=dtype, trust_remote_code=False
@@ -277,14 +267,14 @@ def _adapted(
             f"PEFT cannot adapt the model\n  given: target_modules {modules}, target_parameters "
             f"{list(target_parameters)}\n  reason: {type(error).__name__}: {error}"
         ) from error
-    found = {}
+    adapted = {}
     for path, module in model.base_model.model.named_modules():
         for names in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
             held: list[Any] = [getattr(module, name, None) for name in names]
             if held[0] is not None and "default" in held[0]:
                 made = [getattr(each["default"], "weight", each["default"]) for each in held]
-                found[path] = _Adapted(made[0], made[1], hasattr(module, "parameter_name"))
-    return found
+                adapted[path] = _Adapted(made[0], made[1], hasattr(module, "parameter_name"))
+    return adapted
 
 
 def _stored_bytes(
@@ -310,7 +300,7 @@ def _check_names(option: str, names: Sequence[str], paths: Mapping[str, object])
 
 def _layers(
     adapted: dict[str, _Adapted], shared: dict[str, int]
-) -> tuple[tuple[Layer, ...], list[str]]:
+) -> tuple[tuple[LayerGroup, ...], list[str]]:
     """Return the layers, one `run_linear` each, and notes on modules that are not timed."""
     groups: dict[Any, list[tuple[int, int]]] = {}
     for path, module in adapted.items():
@@ -323,5 +313,5 @@ def _layers(
         counts[key] = counts.get(key, 0) + 1
     stacked = sum(module.is_stacked for module in adapted.values())
     notes = [f"{stacked} parameters of experts count in bytes, but not in time"] if stacked else []
-    layers = tuple(Layer(width, slices, count) for (width, slices), count in counts.items())
+    layers = tuple(LayerGroup(width, slices, count) for (width, slices), count in counts.items())
     return layers, notes

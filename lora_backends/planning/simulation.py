@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lora_backends.adapters.pool.policy import keep, may_try
 from lora_backends.adapters.pool.slots import Commit, NoFreeSlotError, SlotTable
-from lora_backends.planning.traffic import Request
+from lora_backends.planning.traffic import Arrival
 
 WARM_UP = 0.2  # share of the requests, from the first on, that is not counted
 OVERLOAD = 0.25  # the simulation stops when a larger share waits, and more than MOST_WAITING
@@ -32,14 +32,14 @@ class Times(NamedTuple):
     read: float  # a read of an adapter from disk; it delays its request, and reads are serial
 
 
-class _Held(NamedTuple):
+class _InMemory(NamedTuple):
     bytes: int
 
 
 @dataclass
-class _Running:
+class _Generating:
     number: int
-    request: Request
+    request: Arrival
     left: int  # tokens
     slot: AbstractContextManager[dict[str, int]]
 
@@ -66,40 +66,30 @@ class Outcome:
 
 
 class Simulation:
-    """One card that serves a list of requests, once.
-
-    Args:
-        requests: in order of arrival.
-        times: durations of steps, prompts, copies and reads.
-        slots: slots of the pool.
-        rows: the most rows in a batch.
-        adapter_bytes: size of one adapter in host memory.
-        memory_bytes: host memory for adapters, as `cpu_bytes` of `keep_adapters`.
-        in_memory: adapters in host memory at the start, the least recently used first.
-    """
+    """One card that serves a list of requests, once."""
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Arrival],  # in order of arrival
         times: Times,
         *,
-        slots: int,
-        rows: int,
-        adapter_bytes: int,
-        memory_bytes: int,
-        in_memory: Sequence[int] = (),
+        slots: int,  # of the pool
+        rows: int,  # the most in a batch
+        adapter_bytes: int,  # in host memory
+        memory_bytes: int,  # for adapters
+        in_memory: Sequence[int] = (),  # at the start, the least recently used first
     ) -> None:
         self._requests, self._times, self._most_rows = requests, times, rows
-        self._adapter, self._budget = _Held(adapter_bytes), memory_bytes
+        self._adapter, self._budget = _InMemory(adapter_bytes), memory_bytes
         self._slots = SlotTable(slots)
         self._slots.provider = self._provide
-        self._memory: OrderedDict[str, _Held] = OrderedDict()
+        self._memory: OrderedDict[str, _InMemory] = OrderedDict()
         self._kept = 0  # bytes in memory
         self._now, self._coming = 0.0, 0
         self._queue: deque[int] = deque()  # indices of requests, in order of arrival
         self._begins: list[float] = []  # waits so far of requests whose first step comes next
         self._refused: dict[int, float] = {}  # when a queued request first found no slot
-        self._running: list[_Running] = []
+        self._running: list[_Generating] = []
         self._from = "slot"  # origin of the adapter that was asked for last
         self._stall = 0.0  # time of prompts and copies before the next step
         self._disk = 0.0  # end of the last read
@@ -165,7 +155,7 @@ class Simulation:
     def _begin(self, number: int, name: str, slot: AbstractContextManager[dict[str, int]]) -> None:
         request = self._requests[number]
         self._refused.pop(number, None)
-        self._running.append(_Running(number, request, request.output, slot))
+        self._running.append(_Generating(number, request, request.output, slot))
         self._trace.append(("begin", number, name))
         if name in self._memory:
             self._memory.move_to_end(name)
@@ -216,7 +206,7 @@ class Simulation:
             self._adapter_s += adapters * passed
             self._tokens += rows * count
         self._now, self._stall = self._now + passed, 0.0
-        still: list[_Running] = []
+        still: list[_Generating] = []
         for running in self._running:
             running.left -= count
             if running.left > 0:

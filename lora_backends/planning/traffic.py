@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lora_backends.planning.checks import check_number, check_whole
 
 
-class Request(NamedTuple):
+class Arrival(NamedTuple):
     """One request."""
 
     arrival: float  # seconds
@@ -26,27 +26,19 @@ class Request(NamedTuple):
 class Traffic:
     """The load of the whole fleet.
 
-    Args:
-        adapters: number of adapters.
-        rate: requests per second; arrivals are a Poisson process.
-        zipf: exponent s of Zipf's law: adapter i = 0, 1, ... gets a share of the requests
-            proportional to 1 / (i + 1)^s. 0: equal shares.
-        prompt_tokens: mean prompt length; lengths are exponential, rounded, 1 at least.
-        output_tokens: mean output length, distributed alike.
-        requests: number of requests in a simulation.
-        seed: seed of all draws.
-
     Raises:
         InvalidInputError: a number is out of range.
     """
 
     adapters: int
-    rate: float
+    rate: float  # requests per second; arrivals are a Poisson process
+    # Exponent s of Zipf's law: adapter i = 0, 1, ... gets a share of the requests proportional to
+    # 1 / (i + 1)^s. 0: equal shares.
     zipf: float = 1.0
-    prompt_tokens: int = 512
-    output_tokens: int = 128
-    requests: int = 4000
-    seed: int = 0
+    prompt_tokens: int = 512  # mean; lengths are exponential, rounded, 1 at least
+    output_tokens: int = 128  # mean, distributed alike
+    requests: int = 4000  # in a simulation
+    seed: int = 0  # of all draws
 
     def __post_init__(self) -> None:
         for key in ("adapters", "prompt_tokens", "output_tokens", "requests"):
@@ -61,12 +53,10 @@ class Traffic:
         total = sum(weights)
         return [weight / total for weight in weights]
 
-    def draw(self, share: float = 1.0, only: Iterable[int] | None = None) -> list[Request]:
-        """Return the requests of one card, in order of arrival.
+    def draw(self, share: float = 1.0, only: Iterable[int] | None = None) -> list[Arrival]:
+        """Return the requests of one card, by its share of all, in order of arrival.
 
-        Args:
-            share: the card's share of all requests.
-            only: the adapters whose requests the card gets; None: all.
+        It gets those of the adapters in `only`, None: of all.
         """
         generator = random.Random(self.seed)
         adapters = list(range(self.adapters) if only is None else only)
@@ -80,7 +70,7 @@ class Traffic:
                 max(1, round(generator.expovariate(1 / mean)))
                 for mean in (self.prompt_tokens, self.output_tokens)
             )
-            made.append(Request(now, adapters[min(place, len(ends) - 1)], *lengths))
+            made.append(Arrival(now, adapters[min(place, len(ends) - 1)], *lengths))
         return made
 
     def divided(self, cards: int) -> tuple[list[int], float]:

@@ -65,10 +65,7 @@ class _FileSource(PydanticBaseSettingsSource):
 
     @override
     def __call__(self) -> dict[str, Any]:
-        """Leave out values of a stronger source: tables are replaced whole, not merged.
-
-        Options belong to a backend: those of the file go when another backend is asked for.
-        """
+        """Leave out values of a stronger source: tables are replaced whole, not merged."""
         file = _FILE.get()
         values = (
             {k: v for k, v in file.values.items() if k not in self.current_state} if file else {}

@@ -15,11 +15,7 @@ _OTHERS = ("name", "device")  # arguments of `get_backend` that are no options
 
 
 def read_options(texts: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return options by key; messages put `prefix` before each, as on the command line.
-
-    Raises:
-        InvalidInputError: not KEY=VALUE, no option of a backend, or a key given twice.
-    """
+    """Return options KEY=VALUE by key; messages put `prefix` before each, as on a command line."""
     options: dict[str, Any] = {}
     for item in texts:
         key, equals, value = item.partition("=")

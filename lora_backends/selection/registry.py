@@ -131,11 +131,7 @@ def reasons_of(name: str, engine: type[LoRABackend], device: torch.device) -> li
 
 
 def auto_priority(name: str, engine: type[LoRABackend], device: torch.device) -> int | None:
-    """Return a backend's priority for "auto" on a device; None if it never takes part there.
-
-    Raises:
-        BackendUnavailableError: its `auto_priority` does not map types of device to ints.
-    """
+    """Return a backend's priority for "auto" on a device; None if it never takes part there."""
     with plugin_code(f"{name}.auto_priority cannot be read"):
         priorities: Any = dict(engine.auto_priority)
         priority = priorities.get(device.type)
@@ -175,12 +171,8 @@ def plugin_code(
 ) -> Iterator[None]:
     """Turn whatever a plugin raises into an error that names it; undo its changes to torch.
 
-    KeyboardInterrupt passes: it comes from the user.
-
-    Args:
-        failure: of the plugin, e.g. ``backend 'x' does not import``.
-        origin: the package that the plugin comes from.
-        passes: errors that are meant for the caller.
+    `failure` is e.g. ``backend 'x' does not import``, `origin` the plugin's package, and `passes`
+    are errors that are meant for the caller.
 
     Raises:
         BackendUnavailableError: the plugin raised anything else, SystemExit included.
@@ -252,14 +244,12 @@ def _entries() -> list[EntryPoint]:
 
 
 def _entries_one_by_one() -> Iterator[tuple[EntryPoint | None, str]]:
-    """Yield the entry points of each package, or why they cannot be read.
-
-    As in `importlib.metadata`, the first of two distributions of one name on the path wins.
-    """
+    """Yield the entry points of each package, or why they cannot be read."""
     seen = set()
     for distribution in distributions():
         # normalised, as indexes of packages compare names
         name = re.sub(r"[-_.]+", "-", _name_of(distribution)).lower()
+        # as in `importlib.metadata`, the first of two distributions of one name on the path wins
         if name in seen:
             continue
         seen.add(name)

@@ -286,12 +286,12 @@ class _Change:
         setattr(holder, name, self._made)
 
     def undo(self) -> None:
-        own = vars(self._holder)
-        if own.get(self._name) is not self._made:
+        attributes = vars(self._holder)
+        if attributes.get(self._name) is not self._made:
             return  # replaced again since
-        del own[self._name]
+        del attributes[self._name]
         if self._before is not None:
-            own[self._name] = self._before
+            attributes[self._name] = self._before
 
 
 def _no_copy() -> UnsupportedInputError:

@@ -37,11 +37,7 @@ _KINDS: Sequence[tuple[type, Any]] = (
 
 
 def marked(value: Any, entry: Any) -> Any:
-    """Return an equal input that carries the adapter of its row.
-
-    Raises:
-        UnsupportedInputError: the input is no str, list, tuple or dict.
-    """
+    """Return an equal str, list, tuple or dict that carries the adapter of its row."""
     for kind, of_kind in _KINDS:
         if isinstance(value, kind):
             made = of_kind(value)
@@ -55,13 +51,11 @@ def marked(value: Any, entry: Any) -> Any:
 
 
 def unmarked(value: Any) -> tuple[Any, list[Any]]:
-    """Return an input without its mark, and the entries that it carries: one or none.
-
-    A pair that the encoder built from a query and a marked text carries the entry of the text.
-    """
+    """Return an input without its mark, and the entries that it carries: one or none."""
     if isinstance(value, Mark):
         return value.value, [value.entry]
     if isinstance(value, (list, tuple)) and any(isinstance(part, Mark) for part in value):
+        # a pair that the encoder built from a query and a marked text carries the entry of the text
         parts = [unmarked(part) for part in value]
         return type(value)(p for p, _ in parts), [entry for _, each in parts for entry in each]
     return value, []

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lora_backends.backend import LoRABackend
@@ -67,7 +68,7 @@ class SgmvBackend(LoRABackend):
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     plan_type: ClassVar[type] = SgmvPlan
     features = frozenset(FEATURES)
-    routing_type: ClassVar[type] = SgmvRouting
+    routing_type = SgmvRouting
     cuda_graphs = True
     deterministic = True
     narrow_intermediate = True
@@ -125,12 +126,8 @@ class SgmvBackend(LoRABackend):
 
     @override
     def run_lora_a(
-        self,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: SgmvPlan,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: SgmvPlan, out: Tensor | None = None
+    ) -> Tensor:
         tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
         stacks = launch.stacks_of(weights)
         kernels = launch.kernels_of(
@@ -148,12 +145,8 @@ class SgmvBackend(LoRABackend):
 
     @override
     def run_lora_b(
-        self,
-        h: torch.Tensor,
-        weights: LoRAWeights,
-        plan: SgmvPlan,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, h: Tensor, weights: LoRAWeights, plan: SgmvPlan, base_output: Tensor | None = None
+    ) -> Tensor:
         tokens = h.shape[1]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
@@ -167,12 +160,8 @@ class SgmvBackend(LoRABackend):
     @override
     @stores_calls
     def run_linear(
-        self,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: SgmvPlan,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: SgmvPlan, base_output: Tensor | None = None
+    ) -> Tensor:
         tokens = x.shape[0]
         y = added_to(None, weights, tokens) if base_output is None else base_output
         rows = self._rows(plan, tokens)
@@ -181,8 +170,8 @@ class SgmvBackend(LoRABackend):
         return y
 
     def _shrink_and_expand(
-        self, x: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan, y: torch.Tensor, rows: int
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: SgmvPlan, y: Tensor, rows: int
+    ) -> Tensor:
         """Launch both kernels of `run_linear`, and return the planes of h."""
         tokens, stacks = x.shape[0], launch.stacks_of(weights)
         kernels = launch.kernels_of(weights, stacks, plan, tokens, x.dtype, self._options)
@@ -206,12 +195,12 @@ class SgmvBackend(LoRABackend):
 
     def run_with_base(
         self,
-        x: torch.Tensor,
-        base_weight: torch.Tensor,
-        base_bias: torch.Tensor | None,
+        x: Tensor,
+        base_weight: Tensor,
+        base_bias: Tensor | None,
         weights: LoRAWeights,
         plan: SgmvPlan,
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Return ``x @ base_weight.T + base_bias`` with the LoRA of x added.
 
         Three kernels overlap: the base product runs beside the shrink, and the expand reads B
@@ -235,7 +224,7 @@ class SgmvBackend(LoRABackend):
         if base_weight.shape[0] != weights.out_features or not self.multiplies_bases:
             return None
         y = x.new_empty((x.shape[0], weights.out_features))
-        if type(x) is not torch.Tensor or not runs(self, "run_linear", x, weights, plan, y):
+        if type(x) is not Tensor or not runs(self, "run_linear", x, weights, plan, y):
             return None
         options = self._options
         base = base_kernel_of(x, base_weight, base_bias, options.gpu, options.programmatic)
@@ -262,11 +251,11 @@ class SgmvBackend(LoRABackend):
     @stores_calls
     def run_embedding(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         weights: LoRAWeights,
         plan: SgmvPlan,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        base_output: Tensor | None = None,
+    ) -> Tensor:
         tokens = token_ids.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if rows:
@@ -274,13 +263,8 @@ class SgmvBackend(LoRABackend):
         return y
 
     def _gather_and_expand(
-        self,
-        token_ids: torch.Tensor,
-        weights: LoRAWeights,
-        plan: SgmvPlan,
-        y: torch.Tensor,
-        rows: int,
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, weights: LoRAWeights, plan: SgmvPlan, y: Tensor, rows: int
+    ) -> Tensor:
         """Launch both kernels of `run_embedding`, and return the plane of h."""
         tokens, dtype = token_ids.shape[0], weights.compute_dtype
         stacks = launch.stacks_of(weights)
@@ -296,18 +280,18 @@ class SgmvBackend(LoRABackend):
         return h
 
     @override
-    def token_slots(self, plan: SgmvPlan, num_rows: int, num_slots: int) -> torch.Tensor:
+    def token_slots(self, plan: SgmvPlan, num_rows: int, num_slots: int) -> Tensor:
         return plan.token_slots()[:num_rows].long()
 
     @override
     def forward_with_h(
         self,
         operation: str,
-        x: torch.Tensor,
+        x: Tensor,
         weights: LoRAWeights,
         plan: SgmvPlan,
-        base_output: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        base_output: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         called = "run_linear" if operation in _LINEAR else operation
         fuses = called in ("run_linear", "run_embedding")
         if not fuses or not stands_for(self, "forward_with_h", {operation, called}):
@@ -326,9 +310,7 @@ class SgmvBackend(LoRABackend):
         return y, h if h.shape[0] == 1 else backward.sum_planes(h)
 
     @override
-    def embedding_h(
-        self, token_ids: torch.Tensor, weights: LoRAWeights, plan: SgmvPlan
-    ) -> torch.Tensor:
+    def embedding_h(self, token_ids: Tensor, weights: LoRAWeights, plan: SgmvPlan) -> Tensor:
         tokens = token_ids.shape[0]
         h = self._planes(weights, 1, tokens).zero_()
         if rows := self._rows(plan, tokens):
@@ -339,16 +321,16 @@ class SgmvBackend(LoRABackend):
     @override
     def run_lora_b_backward(
         self,
-        grad: torch.Tensor,
-        h: torch.Tensor | None,
+        grad: Tensor,
+        h: Tensor | None,
         weights: LoRAWeights,
         plan: SgmvPlan,
         *,
         needs_h: bool = True,
         narrow: bool = False,
-        lora_b: torch.Tensor | None = None,
+        lora_b: Tensor | None = None,
         slots: Sequence[int] | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         dh, rows = None, self._rows(plan, grad.shape[0])
         if needs_h:
             dh = backward.run_dh(grad, weights, plan, rows, narrow, self._options)
@@ -363,14 +345,14 @@ class SgmvBackend(LoRABackend):
     @override
     def run_lora_a_backward(
         self,
-        dh: torch.Tensor,
-        x: torch.Tensor | None,
+        dh: Tensor,
+        x: Tensor | None,
         weights: LoRAWeights,
         plan: SgmvPlan,
         *,
-        dx: torch.Tensor | None = None,
+        dx: Tensor | None = None,
         adds: bool = False,
-        lora_a: torch.Tensor | None = None,
+        lora_a: Tensor | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
         dh, rows = backward.readable(dh, weights.dtype), self._rows(plan, dh.shape[1])
@@ -384,12 +366,12 @@ class SgmvBackend(LoRABackend):
     @override
     def run_embedding_backward(
         self,
-        dh: torch.Tensor,
-        token_ids: torch.Tensor,
+        dh: Tensor,
+        token_ids: Tensor,
         weights: LoRAWeights,
         plan: SgmvPlan,
         *,
-        lora_a: torch.Tensor,
+        lora_a: Tensor,
         slots: Sequence[int] | None = None,
     ) -> None:
         tokens = token_ids.shape[0]
@@ -400,10 +382,10 @@ class SgmvBackend(LoRABackend):
     @override
     def sum_tokens(
         self,
-        values: torch.Tensor,
+        values: Tensor,
         weights: LoRAWeights,
         plan: SgmvPlan,
-        out: torch.Tensor,
+        out: Tensor,
         slots: Sequence[int] | None = None,
     ) -> None:
         if values.stride(-1) != 1 and values.shape[-1] > 1:
@@ -433,7 +415,7 @@ class SgmvBackend(LoRABackend):
 
     @override
     def add_together(
-        self, operation: str, x: torch.Tensor, weights: LoRAWeights, joint: Blend, y: torch.Tensor
+        self, operation: str, x: Tensor, weights: LoRAWeights, joint: Blend, y: Tensor
     ) -> Any:
         # a pass for each adapter costs little there: the shrink only gathers columns of A
         if operation == "run_embedding":
@@ -444,10 +426,10 @@ class SgmvBackend(LoRABackend):
     def prepare_experts(
         self,
         plan: Any,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
         num_experts: int,
-        expert_map: torch.Tensor | None = None,
+        expert_map: Tensor | None = None,
         out: SgmvRouting | None = None,
     ) -> SgmvRouting:
         if out is None:
@@ -459,15 +441,15 @@ class SgmvBackend(LoRABackend):
     @override
     def run_experts(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         weights: ExpertWeights,
         routing: SgmvRouting,
-        base_output: torch.Tensor | None = None,
+        base_output: Tensor | None = None,
         *,
         rows: str = "tokens",
         weighted: bool = False,
         reduce: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         how = {"rows": rows, "weighted": weighted, "reduce": reduce}
         y = base_output
         if y is None:
@@ -490,8 +472,8 @@ class SgmvBackend(LoRABackend):
     @override
     def run_experts_backward(
         self,
-        grad: torch.Tensor,
-        x: torch.Tensor | None,
+        grad: Tensor,
+        x: Tensor | None,
         weights: ExpertWeights,
         routing: SgmvRouting,
         out: ExpertGradients,
@@ -520,15 +502,15 @@ class SgmvBackend(LoRABackend):
         self,
         operation: str,
         plan: SgmvPlan,
-        x: torch.Tensor,
+        x: Tensor,
         weights: LoRAWeights,
-        y: torch.Tensor,
+        y: Tensor,
         first: Launched,
         second: Launched,
     ) -> None:
         """Keep both launches, which read the layer's tables in place, for the next call."""
         plan.call_cache.store(operation, self, x, weights, y, CachedLaunches.of(first, second))
 
-    def _planes(self, weights: LoRAWeights, split_k: int, rows: int) -> torch.Tensor:
+    def _planes(self, weights: LoRAWeights, split_k: int, rows: int) -> Tensor:
         shape = (split_k, weights.num_slices, rows, weights.max_rank)
         return torch.empty(shape, dtype=torch.float32, device=self.device)

@@ -81,11 +81,7 @@ def describe(tiles: TileConfig, origin: str) -> tuple[str, str]:
 
 
 def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> Launch:
-    """Return the shrink launch: a block of stacked ranks and a part of the inputs per program.
-
-    A program whose ranks all lie beyond the adapter's own has no work. It returns at once in a grid
-    of many rows; in one of few rows it multiplies zeros.
-    """
+    """Return the shrink launch: a block of stacked ranks and a part of the inputs per program."""
     rank_pad, step = padded_rank(layer.max_rank), tiles.block_k * tiles.split_k
     blocks = -(-len(layer.output_slices) * rank_pad // tiles.block_n)
     inputs = Share(layer.in_features, -(-layer.in_features // step) * step)
@@ -96,6 +92,8 @@ def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> L
         if ranks not in used_by_ranks:
             used_by_ranks[ranks] = _used_lanes(ranks, rank_pad, tiles.block_n, blocks)
         rows = _rows(piece, tiles.warps_k == 0)
+        # A program whose ranks all lie beyond the adapter's own has no work. It returns at once in
+        # a grid of many rows; in one of few rows it multiplies zeros.
         lanes = [Share(used, tiles.block_n) for used in used_by_ranks[ranks] if used]
         work += [Program(rows, inputs, share) for share in lanes]
     launched = len(pieces) * blocks * tiles.split_k
@@ -103,10 +101,7 @@ def count_shrink(pieces: Sequence[Piece], layer: Layer, tiles: ShrinkTiles) -> L
 
 
 def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> Launch:
-    """Return the expand launch: blocks of columns of every slice, for a layer without a bias.
-
-    A program whose slice has rank 0 returns at once.
-    """
+    """Return the expand launch: blocks of columns of every slice, for a layer without a bias."""
     width = tiles.block_c * tiles.chunks
     work, launched = [], 0
     for piece in pieces:
@@ -119,6 +114,7 @@ def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> L
                 lanes = MIN_DOT
             full, rest = divmod(outputs, width)
             launched += full + (rest > 0)
+            # a program whose slice has rank 0 returns at once
             if rank:
                 ranks = Share(rank, lanes)
                 work.append(Program(rows, Share(width, width), ranks, full))

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.sgmv.kernels import entry
@@ -93,12 +94,12 @@ class Stacks(NamedTuple):
 
     a: Located | None
     b: Located | None
-    ranks: torch.Tensor  # contiguous
-    scalings: torch.Tensor  # contiguous
-    bias: torch.Tensor | None
-    output_scales: torch.Tensor | None
-    a_scales: torch.Tensor | None
-    b_scales: torch.Tensor | None
+    ranks: Tensor  # contiguous
+    scalings: Tensor  # contiguous
+    bias: Tensor | None
+    output_scales: Tensor | None
+    a_scales: Tensor | None
+    b_scales: Tensor | None
     max_rank: int
     in_features: int
     aligns: tuple[int, int]  # of the tables of A and B in elements; 0 where no table is read
@@ -108,14 +109,12 @@ class Stacks(NamedTuple):
 
 
 def stacks_of(weights: LoRAWeights) -> Stacks:
-    """Return the `Stacks` of a layer.
-
-    A copy of a table is made before the first launch: no kernel may run between the shrink and an
-    expand that starts before the shrink has ended.
-    """
+    """Return the `Stacks` of a layer."""
     stacks = weights.derived(_stacks)
     if stacks.in_place:
         return stacks
+    # a copy of a table is made before the first launch: no kernel may run between the shrink and an
+    # expand that starts before the shrink has ended
     ranks, scalings = weights.ranks.contiguous(), weights.scalings.contiguous()
     return stacks._replace(ranks=ranks, scalings=scalings)
 
@@ -145,17 +144,14 @@ def _stacks(weights: LoRAWeights) -> Stacks:
 
 def kernels_of(
     weights: LoRAWeights,
-    stacks: Stacks,
+    stacks: Stacks,  # the layer's
     plan: SgmvPlan,
-    rows: int,
-    dtype: torch.dtype | None,
+    rows: int,  # of x
+    dtype: torch.dtype | None,  # of x, or of the result where x has none
     options: Options,
     form: Form = "linear",
 ) -> Kernels:
-    """Return both kernels for a layer, a plan and x of `rows` rows: one cached lookup.
-
-    `stacks` are the layer's. `dtype` is that of x, or of the result where x has none.
-    """
+    """Return both kernels for a layer, a plan and x: one cached lookup."""
     # a captured graph serves every batch of `rows` rows, an eager call the batch as it is
     tokens = rows if plan.is_captured else plan.num_tokens
     shape = INVARIANT_BATCH if options.batch_invariant else (tokens, plan.active_slots)
@@ -202,13 +198,13 @@ def _kernels(
     batch: BatchShape,
     layer: LayerShape,
     output_slices: tuple[int, ...],
-    epilogue: Epilogue,
-    slice_aligns: tuple[int, int],
+    epilogue: Epilogue,  # what the layer and the plan add
+    slice_aligns: tuple[int, int],  # of A and B; 0 where the slices are one stack
     storage: Storage,
-    row: tuple[Any, ...],
+    row: tuple[Any, ...],  # constants by which a program finds its row
     options: Options,
     form: Form,
-    tma: bool,
+    tma: bool,  # B allows it
 ) -> Kernels:
     shrink, expand = choose_sizes(batch, layer, storage, options, form)
     linear, exact = form in ("linear", "beside"), form == "separate"
@@ -366,26 +362,19 @@ def gather_kernel(
 
 
 def shrink(
-    x: torch.Tensor,
-    weights: Stacks,
-    plan: SgmvPlan,
-    h: torch.Tensor,
-    rows: int,
-    kernel: SpecializedKernel,
+    x: Tensor, weights: Stacks, plan: SgmvPlan, h: Tensor, rows: int, kernel: SpecializedKernel
 ) -> Launched:
     """Write the planes of h, [planes, num_slices, rows of h, max_rank] float32, contiguous.
 
-    The layer's tables are contiguous. Nothing is written for tokens without an adapter; beyond a
-    rank, at most zeros up to the end of its group of 8.
+    Nothing is written for tokens without an adapter; beyond a rank, at most zeros up to the end of
+    its group of 8.
     """
     arguments = shrink_arguments(x, weights, plan.tables(), h)
     kernel.launch(rows, arguments)
     return Launched(kernel, arguments)
 
 
-def shrink_arguments(
-    x: torch.Tensor, weights: Stacks, tables: tuple[Any, ...], h: torch.Tensor
-) -> Arguments:
+def shrink_arguments(x: Tensor, weights: Stacks, tables: tuple[Any, ...], h: Tensor) -> Arguments:
     """Return the arguments of `shrink`'s kernel; `tables` are the plan's."""
     assert weights.a is not None
     a = weights.a
@@ -399,10 +388,10 @@ def shrink_arguments(
 
 
 def gather(
-    token_ids: torch.Tensor,
+    token_ids: Tensor,
     weights: Stacks,
     plan: SgmvPlan,
-    h: torch.Tensor,
+    h: Tensor,
     rows: int,
     kernel: SpecializedKernel,
 ) -> Launched:
@@ -417,12 +406,7 @@ def gather(
 
 
 def expand(
-    h: torch.Tensor,
-    weights: Stacks,
-    plan: SgmvPlan,
-    y: torch.Tensor,
-    rows: int,
-    kernel: SpecializedKernel,
+    h: Tensor, weights: Stacks, plan: SgmvPlan, y: Tensor, rows: int, kernel: SpecializedKernel
 ) -> Launched:
     """Add the LoRA to y; h is as in `shrink`, of which only the last axis need be contiguous.
 
@@ -435,11 +419,7 @@ def expand(
 
 
 def expand_arguments(
-    h: torch.Tensor,
-    weights: Stacks,
-    plan: SgmvPlan,
-    y: torch.Tensor,
-    kernel: SpecializedKernel,
+    h: Tensor, weights: Stacks, plan: SgmvPlan, y: Tensor, kernel: SpecializedKernel
 ) -> Arguments:
     """Return the arguments of `expand`'s kernel."""
     assert weights.b is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,10 @@ class SgmvPlan(CachingPlan):
     has_room: bool = field(default=False, kw_only=True)  # whether it was made with `capacity`
     is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the plan
     cut: tuple[int, ...] = field(default=(), kw_only=True)  # sizes that the kernels follow from
+    run_tokens: int = field(default=0, kw_only=True)  # tokens per run, a power of two
+    num_runs: int = field(default=0, kw_only=True)  # runs in use now, <= most_runs
+    most_runs: int = field(default=0, kw_only=True)  # that any batch of `capacity` tokens can need
+    most_rows: int = field(default=0, kw_only=True)  # of the grid, likewise
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,25 +80,36 @@ class SgmvPlan(CachingPlan):
         if self.token_scales is not None:
             self.token_scales = self._scales()
 
-    def grid_rows(self, capturing: bool, rows: int) -> int:
-        """Return the rows of the grid for x of `rows` rows.
+    @classmethod
+    def with_room(
+        cls,
+        batch: LoRABatch,
+        capacity: int | None,
+        run_sizes: Sequence[int],
+        device: torch.device,
+        others: int = 0,
+    ) -> Self:
+        """Return a plan with room for `capacity` tokens in runs of any of the sizes, to be filled.
 
-        They are those in use, or while capturing all that a refill of as many tokens can use.
+        `others`: values of the engine's tables besides the runs.
         """
-        raise NotImplementedError
+        has_room, capacity = capacity is not None, capacity or batch.num_tokens
+        tables = most_run_tables(capacity, batch.num_slots, run_sizes) + others
+        packed = torch.empty(2 * aligned(capacity) + tables, dtype=torch.int32, device=device)
+        sizes = batch.num_tokens, batch.num_slots
+        return cls(*sizes, 0, 0, packed, capacity=capacity, has_room=has_room)
 
-    @property
-    def run_tokens(self) -> int:
-        """Tokens of a run, a power of two."""
-        raise NotImplementedError
+    def grid_rows(self, capturing: bool, rows: int) -> int:
+        """Return the rows of the grid for x of `rows` rows; capturing: of any refill of as many."""
+        return max_runs(rows, self.num_slots, self.tile_tokens) if capturing else self.num_runs
 
     def runs(self, capturing: bool, rows: int) -> int:
         """Return the runs for x of `rows` rows, in use or at most, as `grid_rows`."""
-        raise NotImplementedError
+        return max_runs(rows, self.num_slots, self.run_tokens) if capturing else self.num_runs
 
     def h_rows(self, rows: int) -> int:
         """Return the rows that h has per slice and plane in `run_linear` on x of `rows` rows."""
-        raise NotImplementedError
+        return rows
 
     def row_constants(self, by_token: bool) -> RowSizes:
         """Return the constants by which `find_rows` finds a row of the grid.
@@ -134,6 +149,32 @@ class SgmvPlan(CachingPlan):
     def _scales(self) -> torch.Tensor:
         """Return where the buffer has token_scales."""
         return self.packed[: self.capacity].view(torch.float32)
+
+    def _fill_runs(
+        self, batch: LoRABatch, counted: Counted, run_tokens: int, tile_tokens: int
+    ) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+        """Cut a batch into runs of such sizes, unless these are fixed by now.
+
+        Returns host memory to be sent, and the part of it for the tables of the engine.
+
+        Raises:
+            InvalidInputError: a captured graph cannot follow the batch.
+        """
+        if batch.token_scales is not None:
+            self.refuse_scales_of_captured()
+        if self.may_cut_anew():
+            self.active_slots = counted.active
+            if (self.run_tokens, self.tile_tokens) != (run_tokens, tile_tokens):
+                self.run_tokens, self.tile_tokens = run_tokens, tile_tokens
+                self.most_runs = max_runs(self.capacity, self.num_slots, run_tokens)
+                self.most_rows = max_runs(self.capacity, self.num_slots, tile_tokens)
+                self._views = None
+            self.cut = (run_tokens, tile_tokens, *self.sizes_key(batch))
+        size, room = self.run_tokens, self.most_runs
+        staged, tables = self._stage(batch, counted, run_tables_size(size, room))
+        self.num_runs = fill_runs(tables, counted, size, room)
+        self.num_tokens = batch.num_tokens
+        return staged, tables
 
     def _stage(
         self, batch: LoRABatch, counted: Counted, tables: int
@@ -177,11 +218,7 @@ class SgmvPlan(CachingPlan):
         return self.tile_tokens == 0 or (self.has_room and not self.is_captured)
 
     def refuse_scales_of_captured(self) -> None:
-        """Refuse token_scales that captured kernels would not read.
-
-        Raises:
-            InvalidInputError: a graph captured the plan while it had no token_scales.
-        """
+        """Raise InvalidInputError where captured kernels would not read token_scales."""
         if self.is_captured and self.token_scales is None:
             raise InvalidInputError(
                 "a CUDA graph captured the plan without token_scales, which it would not read\n"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lora_backends.backend import LoRABackend, LoRAPlan
@@ -80,7 +81,7 @@ class TorchRefBackend(LoRABackend):
         return plan.segments
 
     @override
-    def token_slots(self, plan: TorchRefPlan, num_rows: int, num_slots: int) -> torch.Tensor:
+    def token_slots(self, plan: TorchRefPlan, num_rows: int, num_slots: int) -> Tensor:
         slots = torch.full((num_rows,), NO_ADAPTER, dtype=torch.int64, device=self.device)
         for slot, rows in plan.segments:
             slots[rows] = slot
@@ -88,8 +89,8 @@ class TorchRefBackend(LoRABackend):
 
     @override
     def run_lora_a(
-        self, x: torch.Tensor, weights: LoRAWeights, plan: Any, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: Any, out: Tensor | None = None
+    ) -> Tensor:
         h = out
         if h is None:
             shape = (weights.num_slices, x.shape[0], weights.max_rank)
@@ -98,42 +99,30 @@ class TorchRefBackend(LoRABackend):
 
     @override
     def run_lora_b(
-        self,
-        h: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, h: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         y = added_to(base_output, weights, h.shape[1])
         return reference.expand(h, weights, plan.segments, y, plan.token_scales)
 
     @override
     def run_linear(
-        self,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         y = added_to(base_output, weights, x.shape[0])
         sums = accumulator_dtype(x.dtype)
         return reference.linear(x, weights, plan.segments, y, sums, plan.token_scales)
 
     @override
     def run_embedding(
-        self,
-        token_ids: torch.Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        base_output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, token_ids: Tensor, weights: LoRAWeights, plan: Any, base_output: Tensor | None = None
+    ) -> Tensor:
         h = reference.shrink_one_hot(
             token_ids, weights, plan.segments, accumulator_dtype(weights.dtype)
         )
         return self.run_lora_b(h, weights, plan, base_output)
 
 
-def _rows_of(token_slots: torch.Tensor, slot: int, device: torch.device) -> reference.Rows:
+def _rows_of(token_slots: Tensor, slot: int, device: torch.device) -> reference.Rows:
     """Return the tokens of `slot` in `token_slots`: a slice if those tokens are neighbours."""
     rows = (token_slots == slot).nonzero().flatten()
     first, last = int(rows[0]), int(rows[-1])

@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from lora_backends.weights import LoRAWeights
 
-Rows: TypeAlias = slice | torch.Tensor
+Rows: TypeAlias = slice | Tensor
 Segments: TypeAlias = Sequence[tuple[int, Rows]]
 
 
-def shrink(
-    x: torch.Tensor, weights: LoRAWeights, segments: Segments, h: torch.Tensor
-) -> torch.Tensor:
+def shrink(x: Tensor, weights: LoRAWeights, segments: Segments, h: Tensor) -> Tensor:
     """Write ``h[s, t, :r] = x[t] @ lora_a[l, s, :r].T`` to zeros [num_slices, rows, max_rank]."""
     ranks = weights.ranks.tolist()
     for slot, rows in segments:
@@ -30,8 +29,8 @@ def shrink(
 
 
 def shrink_one_hot(
-    token_ids: torch.Tensor, weights: LoRAWeights, segments: Segments, sum_dtype: torch.dtype
-) -> torch.Tensor:
+    token_ids: Tensor, weights: LoRAWeights, segments: Segments, sum_dtype: torch.dtype
+) -> Tensor:
     """Return h for ``x = one_hot(token_ids)``: a column of lora_a per token."""
     shape = (weights.num_slices, token_ids.shape[0], weights.max_rank)
     h = torch.zeros(shape, dtype=sum_dtype, device=weights.device)
@@ -43,12 +42,8 @@ def shrink_one_hot(
 
 
 def expand(
-    h: torch.Tensor,
-    weights: LoRAWeights,
-    segments: Segments,
-    y: torch.Tensor,
-    token_scales: torch.Tensor | None,
-) -> torch.Tensor:
+    h: Tensor, weights: LoRAWeights, segments: Segments, y: Tensor, token_scales: Tensor | None
+) -> Tensor:
     """Add ``scaling * (h @ lora_b.T) + bias`` to y in place, rounding each element once."""
     ranks, scalings = weights.ranks.tolist(), weights.scalings.tolist()
     for slot, rows in segments:
@@ -58,13 +53,13 @@ def expand(
 
 
 def linear(
-    x: torch.Tensor,
+    x: Tensor,
     weights: LoRAWeights,
     segments: Segments,
-    y: torch.Tensor,
+    y: Tensor,
     sum_dtype: torch.dtype,
-    token_scales: torch.Tensor | None,
-) -> torch.Tensor:
+    token_scales: Tensor | None,
+) -> Tensor:
     """Shrink and expand slot by slot, without the h of the whole batch."""
     ranks, scalings = weights.ranks.tolist(), weights.scalings.tolist()
     for slot, rows in segments:
@@ -77,14 +72,14 @@ def linear(
 
 
 def add_slice(
-    y: torch.Tensor,
+    y: Tensor,
     rows: Rows,
     slot: int,
     s: int,
-    h: torch.Tensor,
+    h: Tensor,
     scaling: float,
     weights: LoRAWeights,
-    token_scales: torch.Tensor | None,
+    token_scales: Tensor | None,
 ) -> None:
     """Add to y the delta of one slot and one slice; h: [rows, rank], the rank's own width."""
     # columns beyond the rank are cut off, not multiplied: they may hold NaN
@@ -105,7 +100,7 @@ def add_slice(
     if weights.bias is not None:
         total = total + weights.bias[slot, columns].to(h.dtype)
     total = total.to(y.dtype)
-    if isinstance(rows, torch.Tensor):
+    if isinstance(rows, Tensor):
         view.index_copy_(0, rows, total)  # index_add_ wakes every thread for a few rows on a CPU
     else:
         view[rows] = total

@@ -8,7 +8,7 @@ from lora_backends.batch import LoRABatch
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.sgmv.layout import count_tokens
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
-from lora_backends.triton.plan import TritonPlan, new_plan
+from lora_backends.triton.plan import TritonPlan
 
 
 class TritonBackend(SgmvBackend):
@@ -54,6 +54,6 @@ class TritonBackend(SgmvBackend):
         plan = out
         if plan is None:
             tile_sizes = (tile_tokens,) if capacity is None else (*TILE_TOKENS, tile_tokens)
-            plan = new_plan(batch, capacity, tile_sizes, self.device)
+            plan = TritonPlan.with_room(batch, capacity, tile_sizes, self.device)
         plan.fill(batch, counted, tile_tokens)
         return plan

@@ -9,7 +9,7 @@ from lora_backends.explain import Explanation, Layer, Piece, table_device
 from lora_backends.sgmv.explain import Cut, explanation
 from lora_backends.sgmv.layout import EMPTY, count_tokens
 from lora_backends.sgmv.tiles.source import tile_source
-from lora_backends.triton.plan import new_plan
+from lora_backends.triton.plan import TritonPlan
 
 _LEGEND = (
     "Tokens are sorted by slot; tokens without an adapter are left out. Each slot's tokens are cut "
@@ -27,12 +27,12 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     source = tile_source("triton", __package__, table_device(), "auto")
     counted = count_tokens(batch)
     tile_tokens = source.tile_tokens(batch.num_tokens, counted.active)
-    plan = new_plan(batch, batch.num_tokens, (tile_tokens,), torch.device("cpu"))
+    plan = TritonPlan.with_room(batch, batch.num_tokens, (tile_tokens,), torch.device("cpu"))
     plan.fill(batch, counted, tile_tokens)
     pieces = tuple(
         Piece(slot, tuple(token for token in tokens if token != EMPTY), tile_tokens)
         for slot, tokens in zip(
-            plan.slot_table[: plan.num_tiles].tolist(), plan.token_table.tolist(), strict=False
+            plan.slot_table[: plan.num_runs].tolist(), plan.token_table.tolist(), strict=False
         )
     )
     return explanation(
@@ -41,7 +41,7 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
         layer,
         Cut("tile", pieces, tile_tokens, plan.active_slots),
         source,
-        f"tiles of {tile_tokens} tokens; {plan.num_tiles} launched, "
-        f"{plan.max_tiles} while a CUDA graph is captured",
+        f"tiles of {tile_tokens} tokens; {plan.num_runs} launched, "
+        f"{plan.most_runs} while a CUDA graph is captured",
         _LEGEND,
     )

@@ -25,7 +25,7 @@ def test_the_worked_example_of_the_plan():
     assert plan.slot_table.tolist() == [0, 2, 2, 2, -1]
     assert plan.token_table.tolist() == [[2, -1], [0, 3], [4, 5], [6, -1], [-1, -1]]
     assert plan.group_starts.tolist() == [0, 1, 3, 4, 4]
-    assert (plan.num_segments, plan.max_segments, plan.num_groups, plan.max_groups) == (4, 5, 3, 4)
+    assert (plan.num_runs, plan.most_runs, plan.num_groups, plan.most_rows) == (4, 5, 3, 4)
 
 
 @pytest.mark.parametrize("segment_size, group_size", [(16, 1), (16, 4), (32, 2), (128, 1)])
@@ -36,24 +36,24 @@ def test_groups_share_out_the_segments_in_use(segment_size, group_size):
         slots = [generator.randint(-1, num_slots - 1) for _ in range(generator.randint(0, 400))]
         plan = _plan(slots, num_slots, segment_size, group_size)
         assert int(plan.group_starts[0]) == 0
-        for group in range(plan.max_groups):
+        for group in range(plan.most_rows):
             first, end = plan.group_starts[group : group + 2].tolist()
             assert (first < end) == (group < plan.num_groups)
             assert end - first <= group_size
-        assert int(plan.group_starts[plan.num_groups]) == plan.num_segments <= plan.max_segments
-        assert int(plan.group_starts[plan.max_groups]) == plan.num_segments
+        assert int(plan.group_starts[plan.num_groups]) == plan.num_runs <= plan.most_runs
+        assert int(plan.group_starts[plan.most_rows]) == plan.num_runs
 
 
 def test_a_batch_without_adapters_has_no_segments():
     for slots in ([], [-1, -1]):
         plan = _plan(slots, 3)
-        assert plan.num_segments == plan.num_groups == 0
+        assert plan.num_runs == plan.num_groups == 0
         assert set(plan.group_starts.tolist()) == {0}
 
 
 def test_h_has_a_row_for_every_place_that_a_refill_can_use():
     plan = _plan([0, -1, 1] * 7, 2)
-    assert plan.h_rows(plan.num_tokens) == 16 * plan.max_segments == plan.token_table.numel()
+    assert plan.h_rows(plan.num_tokens) == 16 * plan.most_runs == plan.token_table.numel()
 
 
 @pytest.mark.parametrize("tile_tokens", TILE_TOKENS)

@@ -108,12 +108,12 @@ def backward_kernels(dtype, programmatic):
     stored = torch.float8_e5m2 if dtype == "i8" else torch.float32
     kind, sizes = storage_kind(stored, programmatic), {"bf16": 2, "fp32": 4}
     for (num_a, rank, widths, interleaved, tile), grad in BACKWARDS[dtype]:
-        site = backward.Site(num_a, rank, 8, 128, kind, (4, 16), tile)
+        site = backward.BackwardSite(num_a, rank, 8, 128, kind, (4, 16), tile)
         starts = tuple(range(num_a)) if interleaved else backward.starts_of(widths)
-        columns = backward.Columns(starts, widths, num_a if interleaved else 1, starts)
+        columns = backward.SiteColumns(starts, widths, num_a if interleaved else 1, starts)
         if num_a == 1 and not kind:
-            columns = backward.Columns((0,), (sum(widths),))
-        inputs = backward.Columns((0,), (2048,), 1, (0,))
+            columns = backward.SiteColumns((0,), (sum(widths),))
+        inputs = backward.SiteColumns((0,), (2048,), 1, (0,))
         own = "bf16" if dtype == "i8" else dtype
         rows = {"rows_ptr": f"*{grad}", "w_ptr": f"*{dtype}", "out_ptr": "*fp32"}
         find = backward.kernel_of

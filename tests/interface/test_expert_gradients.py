@@ -18,7 +18,7 @@ from lora_backends import (
 )
 from lora_backends.defaults.expert_gradients import ExpertGradients
 from lora_backends.dispatch.gradients.differentiate import record_routed
-from lora_backends.dispatch.gradients.recorded import SlotParameter, Target
+from lora_backends.dispatch.gradients.recorded import GradientTarget, SlotParameter
 from lora_backends.operations import BY_NAME
 from lora_backends.torch_ref import TorchRefBackend
 
@@ -182,9 +182,9 @@ def test_tensors_of_single_slots_get_their_slots_gradients(backend):
     routing = routed(backend)
     backend.run_experts(x, whole, routing, weighted=True).sum().backward()
     parts = [
-        SlotParameter(leaf(whole.lora_a.detach()[2]), Target("lora_a", 2)),
-        SlotParameter(leaf(whole.lora_b.detach()[2].double()), Target("lora_b", 2)),
-        SlotParameter(leaf(whole.lora_b.detach()[0, ..., :1]), Target("lora_b", 0)),
+        SlotParameter(leaf(whole.lora_a.detach()[2]), GradientTarget("lora_a", 2)),
+        SlotParameter(leaf(whole.lora_b.detach()[2].double()), GradientTarget("lora_b", 2)),
+        SlotParameter(leaf(whole.lora_b.detach()[0, ..., :1]), GradientTarget("lora_b", 0)),
     ]
     options = {"rows": "tokens", "weighted": True, "reduce": False}
     call = BY_NAME["run_experts"], x, small_experts(), routing, None, options

@@ -164,7 +164,7 @@ def test_rows_and_fields_of_plain_python_are_those_of_kernels():
     at = table.data_ptr()
     assert plain.rows((100, 10, at), 1, (0, 0)) == (110, 120)
     assert plain.fields(arguments.Segment, at + 8) == (1, 2, 5)
-    assert plain.fields(arguments.Factors, at) == (7, 1, (2, 5, 0))
+    assert plain.fields(arguments.SumFactors, at) == (7, 1, (2, 5, 0))
 
 
 def test_a_kernel_keeps_its_table_when_another_thread_replaces_it_in_the_cache(asked, monkeypatch):

@@ -15,16 +15,16 @@ from lora_backends.adapters import AdapterPool, AdapterStore, ModuleSpec
 from lora_backends.adapters.pool import policy
 from lora_backends.planning.cards import Card, Measured
 from lora_backends.planning.fleet import Fleet, make_plan
-from lora_backends.planning.shapes import Layer, ModelShapes
+from lora_backends.planning.shapes import LayerGroup, ModelShapes
 from lora_backends.planning.simulation import WARM_UP, Simulation, Times
-from lora_backends.planning.traffic import Request, Traffic
+from lora_backends.planning.traffic import Arrival, Traffic
 
 TIMES = Times(step=lambda rows, adapters: 0.01, prompt=lambda tokens: 0.0, load=0.0, read=0.0)
 CARD = Card("a card", 10**9, 1e12, 1e15, 1e-6, 0.0, (Measured(64, 64, 1, 8, 4, 8, 0.8),), "test")
 SMALL_CARD, MANY = replace(CARD, memory_bytes=10**8), Traffic(2000, 1.0)
 MODEL = ModelShapes(
     origin="model", base_bytes=10**8, base_parameters=5 * 10**7, cache_bytes_per_token=100.0,
-    adapter_bytes=10**6, slot_bytes=10**6, file_bytes=10**6, layers=(Layer(64, (64,), 4),),
+    adapter_bytes=10**6, slot_bytes=10**6, file_bytes=10**6, layers=(LayerGroup(64, (64,), 4),),
     rank=8, max_rank=8, dtype="bfloat16", adapter_dtype="bfloat16",
 )  # fmt: skip
 
@@ -82,7 +82,7 @@ def test_every_request_begins_once_and_ends():
 
 def test_a_batch_of_one_row_waits_as_a_queue_does():
     """Requests of one step each: a request waits for the steps of those before it."""
-    requests = [Request(0.0, 0, 1, 1)] * 5
+    requests = [Arrival(0.0, 0, 1, 1)] * 5
     times = TIMES._replace(step=lambda rows, adapters: 1.0)
     outcome = Simulation(requests, times, slots=1, rows=1, adapter_bytes=1, memory_bytes=1).run()
     # the median of 1, 2, 3 and 4; the first request is the warm-up
@@ -91,7 +91,7 @@ def test_a_batch_of_one_row_waits_as_a_queue_does():
 
 
 def test_copies_and_reads_take_their_times():
-    requests = [Request(float(i), i % 2, 1, 1) for i in range(10)]
+    requests = [Arrival(float(i), i % 2, 1, 1) for i in range(10)]
     times = TIMES._replace(load=0.1, read=0.3)
     outcome = Simulation(requests, times, slots=1, rows=1, adapter_bytes=1, memory_bytes=1).run()
     assert outcome.disk_rate == 1.0 and outcome.wait_p50_s == pytest.approx(0.4)
@@ -102,14 +102,14 @@ def test_copies_and_reads_take_their_times():
 
 def test_a_first_step_comes_after_all_that_begins_with_it():
     """Three requests at once: all their prompts and copies precede the first step."""
-    requests = [Request(0.0, i, 1, 1) for i in range(3)]
+    requests = [Arrival(0.0, i, 1, 1) for i in range(3)]
     times = TIMES._replace(prompt=lambda tokens: 1.0, load=0.5)
     outcome = Simulation(requests, times, slots=3, rows=3, adapter_bytes=1, memory_bytes=3).run()
     assert outcome.wait_p50_s == outcome.wait_p95_s == pytest.approx(4.5)
 
 
 def test_a_disk_reads_one_adapter_at_a_time():
-    requests = [Request(0.1 * i, i, 1, 1) for i in range(100)]
+    requests = [Arrival(0.1 * i, i, 1, 1) for i in range(100)]
     times = TIMES._replace(read=0.3)
     outcome = Simulation(requests, times, slots=9, rows=9, adapter_bytes=1, memory_bytes=9).run()
     assert outcome.wait_p95_s > 15 and not outcome.keeps_up
@@ -122,7 +122,7 @@ def test_slots_of_a_fleet_that_is_overrun_are_not_good_enough():
     fleet = Fleet(rows=8, base_step_s=0.02, prompt_tokens_per_s=1e5)
     plan = make_plan(MODEL, Traffic(100, 1e5, requests=2000), CARD, fleet)
     assert plan.thrashes_below is None
-    late = [Request(0.001 * i, 0, 1, 1) for i in range(4000)]
+    late = [Arrival(0.001 * i, 0, 1, 1) for i in range(4000)]
     stopped = Simulation(
         late, TIMES._replace(step=lambda rows, adapters: 0.01), slots=1, rows=1,
         adapter_bytes=1, memory_bytes=1,

@@ -8,7 +8,7 @@ import pytest
 
 from lora_backends import InvalidInputError
 from lora_backends.planning.cards import Measured, card_of, find_card, read_card, table_of
-from lora_backends.planning.shapes import Layer, ModelShapes
+from lora_backends.planning.shapes import LayerGroup, ModelShapes
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 WITHIN = 0.15  # of the measured step
@@ -23,7 +23,7 @@ def llama(sizes, layers, rank, dtype="bfloat16"):
     hidden, inner, kv = sizes
     shapes = [(hidden, (hidden, kv, kv)), (hidden, (hidden,))]
     shapes += [(hidden, (inner, inner)), (inner, (hidden,))]
-    parts = tuple(Layer(width, slices, layers) for width, slices in shapes)
+    parts = tuple(LayerGroup(width, slices, layers) for width, slices in shapes)
     return ModelShapes("", 0, 0, 0.0, 0, 0, 0, parts, rank, rank, dtype, dtype)
 
 
@@ -77,7 +77,7 @@ def test_more_work_never_takes_less_time():
 
 
 def test_eight_bits_shrink_the_matrices_and_not_the_activations():
-    card, layer = find_card("h200"), Layer(4096, (4096,), 1)
+    card, layer = find_card("h200"), LayerGroup(4096, (4096,), 1)
     wide, narrow = (card.linear_s(layer, 64, 8, 16, 2, eight_bit) for eight_bit in (False, True))
     like = (4096, 4096, 1, 64, 8, 16, 1.0)
     efficiency = min(card.cells, key=Measured(*like).distance).efficiency

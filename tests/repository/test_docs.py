@@ -99,13 +99,13 @@ def _save_pipeline(folder, monkeypatch):
     from safetensors.torch import save_file
 
     from lora_backends import get_backend
-    from lora_backends.hf.layout import base_checks
+    from lora_backends.hf import backend
 
     pipe = PIPELINES["SDXL"]()
     pipe.save_pretrained(folder / "my-pipeline")
     for name, parts in (("anime", ["unet", "text_encoder", "text_encoder_2"]), ("ink", ["unet"])):
         save_file(tensors_of(pipe, parts, seed=1), folder / f"{name}.safetensors")
-    monkeypatch.setattr(base_checks, "get_backend", lambda *_, **__: get_backend("torch_ref"))
+    monkeypatch.setattr(backend, "get_backend", lambda *_, **__: get_backend("torch_ref"))
 
 
 # tests/hf/models/test_smollm2.py runs README's program, which loads a real model

@@ -93,8 +93,8 @@ def test_constants_of_both_engines_agree_but_for_how_a_row_is_found(segment_size
                 assert rest == other_rest
                 assert row["ROW"] == (plans[0].tile_tokens, 1, True)
                 assert other_row["ROW"]._asdict() == {
-                    "SEGMENT": plans[1].segment_size,
-                    "GROUP": plans[1].group_size,
+                    "SEGMENT": plans[1].run_tokens,
+                    "GROUP": plans[1].tile_tokens // plans[1].run_tokens,
                     "BY_TOKEN": form == "separate",
                 }
 

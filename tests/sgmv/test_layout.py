@@ -35,7 +35,7 @@ def make_plan(slots, num_slots, size=16, group=None, room=()):
     batch = LoRABatch(slots, num_slots)
     counts = layout.count_tokens(batch)
     if group is None:
-        plan = triton_plan.new_plan(batch, batch.num_tokens, (size, *room), CPU)
+        plan = triton_plan.TritonPlan.with_room(batch, batch.num_tokens, (size, *room), CPU)
         plan.fill(batch, counts, size)
     else:
         plan = csgmv_plan.new_plan(batch, batch.num_tokens, (size, *room), CPU)
@@ -49,7 +49,7 @@ def refill(plan, slots):
     if isinstance(plan, triton_plan.TritonPlan):
         plan.fill(batch, counts, plan.tile_tokens)
     else:
-        plan.fill(batch, counts, plan.segment_size, plan.group_size)
+        plan.fill(batch, counts, plan.run_tokens, plan.tile_tokens // plan.run_tokens)
     return plan
 
 
@@ -108,7 +108,7 @@ def test_every_token_with_an_adapter_has_one_place_in_a_row_of_its_slot(size, gr
 def test_unused_rows_have_no_slot_and_no_token(size, group):
     for slots, num_slots in random_batches(size, 50, tokens=200):
         plan = make_plan(slots, num_slots, size, group)
-        used = plan.num_segments if group else plan.num_tiles
+        used = plan.num_runs
         assert (plan.slot_table[:used] >= 0).all() and (plan.slot_table[used:] == -1).all()
         assert (plan.token_table[used:] == -1).all()
         assert (plan.token_table[:used, 0] >= 0).all()
@@ -225,10 +225,10 @@ def test_tables_of_triton_are_those_of_csgmv_with_groups_of_one_segment():
         tiles, groups = make_plan(slots, num_slots, size), make_plan(slots, num_slots, size, 1)
         assert torch.equal(tiles.slot_table, groups.slot_table)
         assert torch.equal(tiles.token_table, groups.token_table)
-        assert tiles.num_tiles == groups.num_segments == groups.num_groups
-        assert tiles.max_tiles == groups.max_segments == groups.max_groups
+        assert tiles.num_runs == groups.num_runs == groups.num_groups
+        assert tiles.most_runs == groups.most_runs == groups.most_rows
         assert groups.group_starts.tolist() == [
-            min(group, groups.num_groups) for group in range(groups.max_groups + 1)
+            min(group, groups.num_groups) for group in range(groups.most_rows + 1)
         ]
         assert (tiles.tile_tokens, tiles.active_slots) == (groups.tile_tokens, groups.active_slots)
 
@@ -239,5 +239,5 @@ def test_a_group_of_csgmv_holds_the_tokens_of_a_tile_of_triton():
         segment, group = generator.choice([(16, 2), (16, 4), (32, 2)])
         tiles = make_plan(slots, num_slots, segment * group)
         groups = make_plan(slots, num_slots, segment, group)
-        assert tiles.max_tiles == groups.max_groups
+        assert tiles.most_runs == groups.most_rows
         assert [tokens for _, tokens in rows_of(tiles)] == [tokens for _, tokens in rows_of(groups)]

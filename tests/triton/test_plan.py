@@ -4,12 +4,12 @@ import torch
 
 from lora_backends import LoRABatch
 from lora_backends.sgmv.layout import count_tokens
-from lora_backends.triton.plan import new_plan
+from lora_backends.triton.plan import TritonPlan
 
 
 def _plan(slots, num_slots, tile_tokens=16):
     batch = LoRABatch(slots, num_slots)
-    plan = new_plan(batch, batch.num_tokens, (tile_tokens,), torch.device("cpu"))
+    plan = TritonPlan.with_room(batch, batch.num_tokens, (tile_tokens,), torch.device("cpu"))
     plan.fill(batch, count_tokens(batch), tile_tokens)
     return plan
 
@@ -18,7 +18,7 @@ def test_the_worked_example_of_the_plan():
     plan = _plan([2, -1, 0, 2, 2], 3, tile_tokens=2)
     assert plan.slot_table.tolist() == [0, 2, 2, -1]
     assert plan.token_table.tolist() == [[2, -1], [0, 3], [4, -1], [-1, -1]]
-    assert (plan.num_tiles, plan.max_tiles, plan.active_slots) == (3, 4, 2)
+    assert (plan.num_runs, plan.most_runs, plan.active_slots) == (3, 4, 2)
 
 
 def test_h_has_a_row_for_every_token():

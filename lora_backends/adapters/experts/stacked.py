@@ -30,10 +30,7 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 def assigned(
     source: ExpertSource, experts: str, groups: Sequence[ExpertGroup]
 ) -> list[tuple[str, ExpertGroup]]:
-    """Return each group with the path of its parameter.
-
-    PEFT wraps the module once per parameter, in their order in the module: the first is the inner.
-    """
+    """Return each group with the path of its parameter."""
     # With two parameters, PEFT puts the inner one below base_layer.
     by_place = {group.projection: group for group in groups}
     if len(by_place) < len(groups):
@@ -44,6 +41,7 @@ def assigned(
     names = [n for n in _parameters(source, experts) if targets_parameter(source.config, n)]
     if not names:
         raise source.untargeted(experts)
+    # PEFT wraps the module once per parameter, in their order in the module: the first is the inner
     places = {1: [""], 2: ["base_layer", ""]}.get(len(names), [])
     if set(by_place) != set(places):
         raise source.error(
@@ -78,15 +76,13 @@ def _fits(source: ExpertSource, name: str, group: ExpertGroup) -> tuple[bool, bo
 def exchanged_by_shapes(
     source: ExpertSource, stacked: Sequence[tuple[str, ExpertGroup]]
 ) -> dict[bool, bool]:
-    """Return whether the matrices are exchanged, by order of the axes, where a shape shows it.
-
-    One version of PEFT has saved all of them.
-    """
+    """Return whether the matrices are exchanged, by order of the axes, where a shape shows it."""
     by_shapes = {}
     for name, group in stacked:
         straight, exchanged = _fits(source, name, group)
         spec = source.spec(name)
         if spec is not None and straight != exchanged:
+            # one version of PEFT has saved all of them
             by_shapes[spec.transposed] = exchanged
     return by_shapes
 
@@ -141,11 +137,7 @@ def _misshapen(
 
 
 def _exchanged_by_version(source: ExpertSource, name: str, is_transposed: bool) -> bool:
-    """Return whether the version of PEFT that saved a file has exchanged its matrices.
-
-    Up to 0.18 PEFT took every parameter for [experts, in, out]. 0.19.0 took those that Transformers
-    marks as [experts, in, out] for [experts, out, in]. From 0.19.1 on it follows the mark.
-    """
+    """Return whether the version of PEFT that saved a file has exchanged its matrices."""
     saved_by = source.config.peft_version
     match = re.match(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})(.*)", str(saved_by))
     if match is not None:
@@ -154,7 +146,9 @@ def _exchanged_by_version(source: ExpertSource, name: str, is_transposed: bool) 
         if version > (0, 19, 1) or (version == (0, 19, 1) and is_release):
             return False
         if version < (0, 18, 0) or (is_release and version < (0, 19, 0)):
+            # up to 0.18 PEFT took every parameter for [experts, in, out]
             return not is_transposed
+        # 0.19.0 took those that Transformers marks as [experts, in, out] for [experts, out, in]
         if version == (0, 19, 0) and is_release and not is_transposed:
             return True
     raise UnsupportedInputError(

@@ -27,11 +27,7 @@ _FILES = re.compile(r"adapter_(config\.json|model.*)$")
 
 
 def adapter_folders(folder: Path) -> dict[str, Path]:
-    """Return the folders of adapters in `folder` by name, sorted; a hidden one is none.
-
-    Raises:
-        InvalidInputError: it is no folder, or cannot be read.
-    """
+    """Return the folders of adapters in a readable `folder` by name, sorted; none hidden."""
     kind = kind_of(folder)
     if kind != "a folder":
         raise InvalidInputError(
@@ -47,11 +43,7 @@ def adapter_folders(folder: Path) -> dict[str, Path]:
 
 
 def stamp_of(folder: Path) -> Stamp | None:
-    """Return a stamp that differs if the files of an adapter differ; None if it has no files.
-
-    Raises:
-        InvalidInputError: the folder cannot be read.
-    """
+    """Return a stamp that differs if the files of an adapter differ; None if it has no files."""
     try:
         with os.scandir(folder) as entries:
             files = [(e.name, e.stat()) for e in entries if _FILES.match(e.name)]
@@ -70,11 +62,7 @@ def stamp_of(folder: Path) -> Stamp | None:
 
 @contextmanager
 def unchanged(folder: Path) -> Iterator[Stamp | None]:
-    """Refuse an adapter whose files change while the block reads them; yields their stamp.
-
-    Raises:
-        InvalidInputError: the files have changed at the end of the block; or as `stamp_of`.
-    """
+    """Raise InvalidInputError if an adapter's files change in the block; yields their stamp."""
     before = stamp_of(folder)
     # A second write in the same tick would not change the stamp, so wait for the next tick.
     while before is not None and 0 <= (age := time.time() - newest(before)) < TICK_S:

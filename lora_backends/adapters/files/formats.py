@@ -86,11 +86,7 @@ def format_of(names: Iterable[str]) -> str | None:
 
 
 def check_pointer(path: Path, content: bytes) -> None:
-    """Refuse the text that a clone without Git LFS has in place of a large file.
-
-    Raises:
-        InvalidInputError: the content is such a pointer.
-    """
+    """Raise InvalidInputError for the text that a clone without Git LFS has in place of a file."""
     if content.startswith(b"version https://git-lfs"):
         what, given = "it is a Git LFS pointer to the file, not the file", f"{len(content)} bytes"
         to_do = "run `git lfs pull` in the clone, or download the file"
@@ -98,11 +94,7 @@ def check_pointer(path: Path, content: bytes) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a path that is no folder.
-
-    Raises:
-        InvalidInputError: nothing is there, a file or device; it names hub ids and single files.
-    """
+    """Raise InvalidInputError for a path that is no folder; it names hub ids and single files."""
     kind = kind_of(folder)
     if kind == "a folder":
         return
@@ -119,11 +111,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_beside(folder: Path) -> None:
-    """Refuse a folder with trained weights in other files than the adapter's.
-
-    Raises:
-        UnsupportedInputError: there are some; the message names them.
-    """
+    """Raise UnsupportedInputError if other files than the adapter's hold trained weights."""
     names = sorted(name for name in names_in(folder) if _TRAINED_BESIDE.fullmatch(name))
     if names:
         what = "the folder has trained weights in files beside the adapter's, which PEFT ignores"
@@ -173,9 +161,9 @@ def _foreign(names: Iterable[str]) -> tuple[str, str] | None:
     """Return the kind of weights that a folder holds instead of PEFT's, and the remedy."""
     names = sorted(names)
     for pattern, kind, to_do in _FOREIGN:
-        found = [name for name in names if re.fullmatch(pattern, name)]
-        if found:
-            return f"{kind}: {', '.join(found[:3])}{', ...' * (len(found) > 3)}", to_do
+        matching = [name for name in names if re.fullmatch(pattern, name)]
+        if matching:
+            return f"{kind}: {', '.join(matching[:3])}{', ...' * (len(matching) > 3)}", to_do
     return None
 
 

@@ -35,11 +35,7 @@ class LoadLimits:
 
     @classmethod
     def of(cls, value: object) -> LoadLimits:
-        """Return the limits, or the defaults for None.
-
-        Raises:
-            InvalidInputError: the value is something else.
-        """
+        """Return the limits, or the defaults for None; InvalidInputError for anything else."""
         if value is None:
             return cls()
         if isinstance(value, cls):

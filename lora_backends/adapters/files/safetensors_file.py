@@ -16,11 +16,7 @@ from lora_backends.errors import InvalidInputError, shown
 
 
 def read_safetensors(path: Path, limits: LoadLimits) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, sorted by name, in memory of their own.
-
-    Raises:
-        InvalidInputError: the file cannot be read, is damaged or beyond a limit.
-    """
+    """Return the tensors of a safetensors file, sorted by name, in memory of their own."""
     return read_with_metadata(path, limits)[0]
 
 

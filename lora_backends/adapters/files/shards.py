@@ -22,11 +22,7 @@ def shards_of(names: Iterable[str]) -> list[str]:
 
 
 def read_shards(folder: Path, names: list[str], limits: LoadLimits) -> dict[str, Tensor]:
-    """Return the tensors of all shards.
-
-    Raises:
-        InvalidInputError: a shard is missing, damaged or beyond a limit, or two have one tensor.
-    """
+    """Return the tensors of all shards, each of which is in one."""
     counts = {match[2] for name in names if (match := _SHARD.fullmatch(name))}
     wanted = {
         f"adapter_model-{number:05}-of-{count}.safetensors"

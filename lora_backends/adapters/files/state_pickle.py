@@ -79,15 +79,11 @@ _OPCODES, _OPCODES_PER_TENSOR = 1000, 100
 
 
 def evaluate(stream: BinaryIO, check: Callable[[int, int], None], extra: int = 0) -> Any:
-    """Return the value of the pickle at the position of a stream.
+    """Return the value of the pickle at the position of a stream, which is left after it.
 
-    Args:
-        stream: is left after the pickle.
-        check: is called with the position and the number of tensors so far; it raises to stop.
-        extra: opcodes that are expected besides those of tensors.
-
-    Returns:
-        Numbers, strings, tuples, lists, dicts by str, and a `StoredTensor` for each tensor.
+    It is made of numbers, strings, tuples, lists, dicts by str, and a `StoredTensor` for each
+    tensor. `check` gets the position and the number of tensors so far, and raises to stop. `extra`
+    opcodes are expected besides those of tensors.
 
     Raises:
         RefusedPickleError: something else is in the pickle.

@@ -275,10 +275,7 @@ def checked_checkpoint(
 def _with_promises(source: _Source, checkpoint: Checkpoint, used: set[str]) -> Checkpoint:
     """Note the promises of the configuration; refuse a file that lacks one on any base model.
 
-    Args:
-        source: of the checkpoint.
-        checkpoint: without its promises.
-        used: the paths of `source.others` that the file has LoRA for.
+    `used` are the paths of `source.others` that the file has LoRA for.
     """
     config, replacements = source.config, checkpoint.own
     known = {*(source.options.modules or ()), *source.others}

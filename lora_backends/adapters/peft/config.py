@@ -190,11 +190,7 @@ def checked_config(values: dict[str, Any], path: Path, own_modules: bool = False
 
 
 def read_json_object(path: Path, limits: LoadLimits) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        InvalidInputError: there is none, or none that can be read.
-    """
+    """Return the JSON object in a file; InvalidInputError if there is none."""
     to_do = "pass the folder that PEFT's save_pretrained wrote"
     content = read_bytes(path, limits.header_bytes, limits.config_too_large)
     check_pointer(path, content)

@@ -53,8 +53,8 @@ def other_names(modules: Mapping[str, ModuleSpec]) -> dict[str, OtherName]:
             names[f"{parent}.{part.name}"] = OtherName(_like(spec, part.width), place)
         for (owner, fused), parts in SPLIT.items():
             if last == parts[0] and parent.rpartition(".")[2] == owner:
-                found = [(f"{parent}.{name}", modules.get(f"{parent}.{name}")) for name in parts]
-                names |= _fused(f"{parent}.{fused}", found)
+                by_part = [(f"{parent}.{name}", modules.get(f"{parent}.{name}")) for name in parts]
+                names |= _fused(f"{parent}.{fused}", by_part)
     return {path: name for path, name in names.items() if path not in modules}
 
 
@@ -62,14 +62,14 @@ def _like(spec: ModuleSpec, width: int) -> ModuleSpec:
     return ModuleSpec("linear", spec.in_features, width, transposed=spec.transposed)
 
 
-def _fused(path: str, found: list[tuple[str, ModuleSpec | None]]) -> dict[str, OtherName]:
+def _fused(path: str, by_place: list[tuple[str, ModuleSpec | None]]) -> dict[str, OtherName]:
     places, start = [], 0
-    for place, spec in found:
+    for place, spec in by_place:
         if spec is None or spec.kind != "linear" or spec.transposed:
             return {}
         places.append((place, FusedPart("", start, spec.out_features).columns))
         start += spec.out_features
-    specs = [spec for _, spec in found if spec is not None]
+    specs = [spec for _, spec in by_place if spec is not None]
     if len({spec.in_features for spec in specs}) > 1:
         return {}
     return {path: OtherName(_like(specs[0], start), tuple(places))}
@@ -85,23 +85,15 @@ def order_unknown(module: str, modules: Mapping[str, ModuleSpec]) -> str | None:
 
 
 def without_second_names(
-    targeted: Collection[str],
+    targeted: Collection[str],  # paths that the file has no LoRA for
     names: Mapping[str, OtherName],
-    served: Collection[str],
-    used: Collection[str],
+    served: Collection[str],  # paths of the base model that it has LoRA for
+    used: Collection[str],  # keys of `names` that it has LoRA for
 ) -> list[str]:
-    """Return targeted paths without second names of modules that are targeted anyway.
-
-    A configuration may target q_proj and qkv_proj, although its own model had only one of them.
-
-    Args:
-        targeted: paths that the configuration targets, and the file has no LoRA for.
-        names: of `other_names`.
-        served: paths of the base model's modules that have LoRA.
-        used: the keys of `names` that the file has LoRA for.
-    """
+    """Return targeted paths without second names of modules that are targeted anyway."""
+    # a configuration may target q_proj and qkv_proj, although its own model had only one of them
     through_others = {place for path in used for place, _ in names[path].places}
-    own = {*served} - through_others
+    directly_served = {*served} - through_others
     last_names = {path.rpartition(".")[2] for path in used}
 
     def is_meant(path: str) -> bool:
@@ -109,26 +101,19 @@ def without_second_names(
         if places & through_others:  # the adapter's model splits this module
             return True
         is_alone = places.isdisjoint(targeted) or path.rpartition(".")[2] in last_names
-        return is_alone and places.isdisjoint(own)
+        return is_alone and places.isdisjoint(directly_served)
 
     return [path for path in targeted if path not in names or is_meant(path)]
 
 
 def as_base(
-    deltas: Mapping[str, ModuleDelta],
+    deltas: Mapping[str, ModuleDelta],  # some of whose paths are keys of `names`
     names: Mapping[str, OtherName],
     modules: Mapping[str, ModuleSpec],
-    max_rank: int | None,
-    needed: int,
+    max_rank: int | None,  # None sets no limit
+    needed: int,  # the `max_rank` that has room for all of them
 ) -> dict[str, ModuleDelta]:
     """Return deltas for the modules that the base model has.
-
-    Args:
-        deltas: by path, some of which are keys of `names`.
-        names: of `other_names`.
-        modules: of the base model.
-        max_rank: the largest rank of a delta; None sets no limit.
-        needed: the `max_rank` that has room for all of them.
 
     Raises:
         InvalidInputError: two deltas are for one module, or the ranks of parts exceed `max_rank`.
@@ -140,9 +125,10 @@ def as_base(
         if path not in names:
             continue
         if delta.init is not None:
+            places = ", ".join(place for place, _ in names[path].places)
             raise UnsupportedInputError(
                 f"init_lora_weights = {delta.init!r} for {path!r}, which the base model computes "
-                f"in {_listed(names[path])}: its start depends on the whole weight\n"
+                f"in {places}: its start depends on the whole weight\n"
                 f"  to do: save the adapter with path_initial_model_for_weight_conversion"
             )
         if names[path].is_part:
@@ -156,10 +142,6 @@ def as_base(
         _check_free(result, path, parts[0][0].module)
         result[path] = _joined(path, modules[path], parts, max_rank, needed)
     return {path: result[path] for path in sorted(result)}
-
-
-def _listed(name: OtherName) -> str:
-    return ", ".join(path for path, _ in name.places)
 
 
 def _check_free(result: Mapping[str, ModuleDelta], path: str, other: str) -> None:

@@ -27,17 +27,11 @@ ALLOWED = (
 
 def checkpoint_from_memory(
     pool: AdapterPool,
-    adapter: Any,
+    adapter: Any,  # as `MultiLoRAModel.add_adapter`, and so are the others
     config: Any | None = None,
     adapter_name: str | None = None,
 ) -> Checkpoint:
     """Return the checkpoint of an adapter in memory, its tensors copied: training may go on.
-
-    Args:
-        pool: that it is for.
-        adapter: a `PeftModel`, or tensors by the names that `save_pretrained` writes.
-        config: of the tensors: a `LoraConfig`, or the contents of `adapter_config.json`.
-        adapter_name: which adapter of a `PeftModel`; None takes the active one.
 
     Raises:
         InvalidInputError: something else, no such adapter, or as `read_checkpoint`.

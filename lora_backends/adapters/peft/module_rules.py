@@ -94,12 +94,10 @@ def module_rules(
 def _check_old_patterns(
     config: PeftLoraConfig, rules: _Rules, by_module: Mapping[str, ModuleRule], path: Path
 ) -> None:
-    """Refuse patterns that PEFT up to 0.14 read in another way, where only the alphas differ.
-
-    It looked up the first key of both patterns that matches. A wrong rank shows in the tensors.
-    """
+    """Refuse patterns that PEFT up to 0.14 read in another way, where only the alphas differ."""
     given = []
     for module, rule in by_module.items():
+        # by the first key of both patterns that matches; a wrong rank shows in the tensors
         old = rules.old_rule(module)
         if rule.targeted and old.rank == rule.rank and old.scaling != rule.scaling:
             given.append(f"{module!r}: scaling {old.scaling:g} up to 0.14, {rule.scaling:g} since")
@@ -114,11 +112,8 @@ def _check_old_patterns(
 def targets_among(
     config: PeftLoraConfig, modules: Sequence[str], path: Path, limits: LoadLimits
 ) -> list[str]:
-    """Return the modules of a base model that a configuration targets, whatever the file holds.
-
-    Modules whose LoRA depends on the base model are left out: embedding and head where PEFT ties
-    them, and linear layers outside of the stacks of layers where the targets are "all-linear".
-    """
+    """Return the modules of a base model that a configuration targets, whatever the file holds."""
+    # the LoRA of these depends on the base model
     tied = _TIED_NAMES if config.ensure_weight_tying else ()
     asked = [module for module in modules if module.split(".")[-1] not in tied]
     # Ranks do not matter here, and matching their patterns takes time.
@@ -151,10 +146,8 @@ def ties_targets(config: PeftLoraConfig, path: Path, limits: LoadLimits) -> bool
 
 
 def targets_parameter(config: PeftLoraConfig, path: str) -> bool:
-    """Return whether PEFT puts LoRA on a parameter: `target_parameters` names the end of its path.
-
-    Neither `exclude_modules` nor `layers_to_transform` narrows these.
-    """
+    """Return whether PEFT puts LoRA on a parameter: `target_parameters` names its path's end."""
+    # neither `exclude_modules` nor `layers_to_transform` narrows these
     names = config.target_parameters or ()
     return any(path == name or path.endswith(f".{name}") for name in names)
 
@@ -212,12 +205,7 @@ class _Rules:
         }
 
     def _is_targeted(self, module: str) -> bool:
-        """Return whether PEFT puts LoRA on a module: not on one that it saves whole, or in one.
-
-        A list matches whole trailing components; `layers_to_transform` narrows such matches, but
-        not an entry that is the full path. A string is a regular expression for the full path.
-        "all-linear" leaves out the head, which is recognised by its name here.
-        """
+        """Return whether PEFT puts LoRA on a module: not on one that it saves whole, or in one."""
         targets, excluded = self._config.target_modules, self._config.exclude_modules
         if targets is None or (excluded and self._names(excluded, module)):
             return False
@@ -225,8 +213,12 @@ class _Rules:
             return False
         if isinstance(targets, str):
             if targets.lower() == ALL_LINEAR:
+                # "all-linear" leaves out the head, which is recognised by its name here
                 return not _is_head(self._config, module)
+            # a string is a regular expression for the full path
             return self._names(targets, module)
+        # a list matches whole trailing components; `layers_to_transform` narrows such matches, but
+        # not an entry that is the full path
         return module in targets or (self._names(targets, module) and self._is_in_layer(module))
 
     def _names(self, names: list[str] | str, module: str) -> bool:

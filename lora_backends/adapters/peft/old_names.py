@@ -86,11 +86,7 @@ def _in_vision(path: str) -> tuple[str, str]:
 
 
 def without_adapter_name(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as `save_pretrained` names them, where a state_dict has an adapter's name.
-
-    Raises:
-        InvalidInputError: they are of several adapters.
-    """
+    """Return tensors as `save_pretrained` names them, where a state_dict has one adapter's name."""
     name_in = {key: name for key in tensors if (name := _adapter_name(key)) is not None}
     names = sorted({*name_in.values()})
     if len(names) > 1:

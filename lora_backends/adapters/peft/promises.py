@@ -30,11 +30,7 @@ def promises_of(config: PeftLoraConfig, untrained: Sequence[str]) -> Promises:
 
 
 def check_tokens(path: Path, own: OwnModules, promises: Promises) -> None:
-    """Refuse a file without the rows of `trainable_token_indices`; a tied head needs none.
-
-    Raises:
-        InvalidInputError: no embedding in the file has the rows of an entry.
-    """
+    """Raise InvalidInputError if rows of `trainable_token_indices` are missing from the file."""
     held = own.tokens.items()
     for end, ids in promises.tokens:
         if not any(rows.ids == ids or f".{name}".endswith(f".{end}") for name, rows in held):
@@ -48,11 +44,7 @@ def check_tokens(path: Path, own: OwnModules, promises: Promises) -> None:
 
 
 def check_untrained(path: Path, config: PeftLoraConfig, untrained: Collection[str]) -> None:
-    """Warn of targeted modules without LoRA in the file; refuse them where PEFT's is random.
-
-    Raises:
-        InvalidInputError: matrices that are not in the file start from random numbers.
-    """
+    """Warn of targeted modules without LoRA in the file; refuse them where PEFT's is random."""
     if not untrained:
         return
     names = [f"no LoRA for {name!r}" for name in untrained]

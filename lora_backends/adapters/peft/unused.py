@@ -16,21 +16,11 @@ from lora_backends.errors import InvalidInputError
 
 def without_unused(
     path: Path,
-    groups: dict[str, dict[str, Tensor]],
+    groups: dict[str, dict[str, Tensor]],  # LoRA tensors by path of the module
     own: OwnModules,
-    unused: Callable[[str], str | None],
+    unused: Callable[[str], str | None],  # `ReadOptions.unused`
 ) -> tuple[dict[str, dict[str, Tensor]], OwnModules]:
-    """Leave out the modules that the base model lacks and does not need, with a warning.
-
-    Args:
-        path: of the file.
-        groups: tensors of LoRA, by path of the module.
-        own: the other parts of the adapter.
-        unused: as `ReadOptions.unused`.
-
-    Raises:
-        InvalidInputError: nothing is left.
-    """
+    """Leave out modules that the base model lacks and does not need, with a warning, unless all."""
     owners = {name.rpartition(".")[0] for name in own.parameters}
     reasons = {name: reason for name in {*groups, *owners} if (reason := unused(name))}
     if not reasons:

@@ -27,13 +27,8 @@ class ExpertStacks:
     """Stacks of stacked parameters, by path and form; a slot of a parameter has one form.
 
     An adapter whose experts share A, or where gate and up have an A each, is kept as it is: to
-    convert it to another form would take more memory, or round. A stack is allocated when the
-    first adapter of its form is loaded, and keeps its address from then on.
-
-    Args:
-        specs: the parameters of the base model, by path.
-        max_rank: width of every stack.
-        form: how the stacks are stored.
+    convert it to another form would take more memory, or round. A stack is allocated when the first
+    adapter of its form is loaded, and keeps its address from then on.
     """
 
     def __init__(self, specs: Mapping[str, ExpertSpec], max_rank: int, form: StackFormat) -> None:
@@ -59,11 +54,7 @@ class ExpertStacks:
         return sum(map(bytes_in, self._stacks.values()))
 
     def stage(self, delta: ExpertDelta) -> StagedExperts:
-        """Return a delta in the dtype of the stacks, on their device.
-
-        Raises:
-            InvalidInputError: it does not fit the base model or the stacks, or overflows.
-        """
+        """Return a delta that fits the stacks, in their dtype, on their device, or refuse it."""
         self._check_fits(delta)
         device, dtype, eight_bit = self._format.device, self._format.dtype, self._format.eight_bit
         if eight_bit is None:

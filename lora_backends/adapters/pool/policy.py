@@ -24,15 +24,9 @@ def keep(
 ) -> int:
     """Put an item last, then drop the least recently used items until the rest fit a budget.
 
-    Args:
-        held: items by name, the least recently used first; changed in place.
-        name: of the item.
-        item: dropped, too, if it alone exceeds the budget.
-        budget: in bytes.
-        total: bytes of `held` before the call; None: computed.
-
-    Returns:
-        The bytes of `held` after the call.
+    `held` is changed in place. `budget` and `total`, the size of `held` before the call (None:
+    computed), are bytes. The new item is dropped, too, if it alone exceeds the budget. Returns the
+    bytes of `held` after the call.
     """
     if total is None:
         total = sum(each.bytes for each in held.values())
@@ -47,10 +41,7 @@ def keep(
 def may_try(first_refused: float | None, is_loaded: bool, now: float) -> bool:
     """Return whether a request that waits for slots may try to take them.
 
-    Args:
-        first_refused: time in seconds at which the first request ahead of it found no slot; None:
-            none ahead of it has been refused.
-        is_loaded: whether its adapters have slots.
-        now: time in seconds on the same clock.
+    `first_refused` is the time at which the first request ahead of it found no slot, None if none
+    was refused; `is_loaded` says whether its adapters have slots. Times are seconds of one clock.
     """
     return first_refused is None or (is_loaded and now - first_refused < PASS_S)

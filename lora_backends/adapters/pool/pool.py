@@ -216,11 +216,7 @@ class AdapterPool:
     def put(self, name: str, staged: Staged, then: Callable[[], None] | None = None) -> Loaded:
         """Write a staged adapter into a slot, as `add`.
 
-        Args:
-            name: of the adapter.
-            staged: from `stage`.
-            then: called after the last write, before the slot gets its name, with the slots
-                locked.
+        `then` is called after the last write, before the slot gets its name, with the slots locked.
 
         Raises:
             InvalidInputError: as `add`, or a CUDA graph is being captured.
@@ -253,18 +249,13 @@ class AdapterPool:
 
         Batches run while the slot is written: they wait for the lock of the slots only while the
         slot is taken, and while it gets its name. It gets the name when its writes are over, so
-        that any stream and any graph may read it. Whatever goes wrong leaves it without a name,
-        and its ranks 0.
+        that any stream and any graph may read it. Whatever goes wrong leaves it without a name, and
+        its ranks 0.
 
-        Args:
-            name: of the adapter.
-            staged: on a CUDA device, by the current stream.
-            is_wanted: asked before and after the writes, with the slots locked.
-            then: called when the slot gets its name, with the slots locked.
-
-        Returns:
-            Whether it was written: False if no slot can be spared, or it is not wanted. Modules of
-            its own are left to `put`, because a stream that reads them has to be recorded.
+        `is_wanted` is asked before and after the writes, and `then` is called when the slot gets
+        its name, both with the slots locked. Returns False if no slot can be spared or the adapter
+        is not wanted. Modules of its own are left to `put`, because a stream that reads them has to
+        be recorded.
         """
         if any(True for _ in tensors_of(staged.record.replacements)):
             return False

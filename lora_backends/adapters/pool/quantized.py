@@ -91,11 +91,7 @@ def as_adapter_dtype(name: Any, model_dtype: torch.dtype) -> torch.dtype | None:
 def quantized_pair(
     a: Tensor, b: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """Return A, its scales, B, its scales and the relative error of B A.
-
-    Raises:
-        InvalidInputError: a value is not finite in float32.
-    """
+    """Return A, its scales, B, its scales and the relative error of B A; values must be finite."""
     used = torch.ones((), dtype=torch.bool, device=a.device)
     stored_a, a_scales = quantized(a, used, dtype, PER_ROW)
     stored_b, b_scales = quantized(b, used, dtype, PER_ROW)
@@ -106,11 +102,7 @@ def quantized_pair(
 def quantized_experts(
     delta: ExpertDelta, spec: ExpertSpec, dtype: torch.dtype, device: torch.device
 ) -> StagedExperts:
-    """Return the delta of experts in 8 bits, on a device.
-
-    Raises:
-        InvalidInputError: a value is not finite in float32.
-    """
+    """Return the delta of experts in 8 bits, on a device; values must be finite."""
     wide = ExpertWeights(
         delta.lora_a[None].float(),
         delta.lora_b[None].float(),

@@ -116,8 +116,7 @@ class SlotTable:
     def check_room(self, names: Sequence[str]) -> None:
         """Refuse names for which pins, requests, prepared adapters and training leave no slot.
 
-        Slots that only calls use count as free, because calls end soon. A store asks before it
-        reads an adapter, so that a request that retries until it has a slot reads no files.
+        Slots that only calls use count as free, because calls end soon.
 
         Raises:
             NoFreeSlotError: there is no room.
@@ -135,14 +134,11 @@ class SlotTable:
         )
 
     def reserve(self, name: str) -> int | None:
-        """Take a slot that is written before a batch asks for `name`; None if none can be spared.
-
-        It is free, or the least recently used whose adapter nothing pins or uses, the last batch
-        did not use, and no earlier prefetch brought for a batch that is still to come. That
-        adapter is evicted. Nobody else gets the slot before `settle`.
-        """
+        """Take a slot that is written before a batch asks for `name`, or return None."""
         with self.lock:
             free = self._free()
+            # the last batch used it, or an earlier prefetch brought it for a batch that is still to
+            # come
             spared = self._recent | self._expected
             kinds = ("coming", *_HOLDERS)
             unused = (
@@ -152,6 +148,7 @@ class SlotTable:
             )
             slot = min(free) if free else next(unused, None)
             if slot is not None:
+                # nobody else gets the slot before `settle`
                 self._written_ahead.add(slot)
                 self.vacate(name, slot)
             return slot
@@ -200,14 +197,13 @@ class SlotTable:
         )
 
     def vacate(self, name: str, slot: int) -> None:
-        """Take the name off `slot`, whose weights are about to be overwritten by those of `name`.
-
-        Until `assign`, no row can ask for the slot: a load that is interrupted leaves it free.
-        """
+        """Take the name off `slot`, whose weights are about to be overwritten by another's."""
         with self.lock:
             for old in [held for held, place in self._slots.items() if place == slot]:
                 self._lost[old] = name
                 self.evictions += old != name
+                # until `assign`, no row can ask for the slot: a load that is interrupted leaves it
+                # free
                 self._forget(old)
             while len(self._lost) > REMEMBERED:
                 self._lost.popitem(last=False)
@@ -295,9 +291,7 @@ class SlotTable:
     def in_use(self, names: Iterable[str], by: Holder = "call") -> Iterator[dict[str, int]]:
         """Keep the slots of `names` as they are inside the block; yields name to slot.
 
-        Args:
-            names: loaded adapters.
-            by: names the holder in the error that an attempt to take a slot raises.
+        `by` names the holder in the error that an attempt to take a slot raises.
 
         Raises:
             InvalidInputError: a name is not loaded.

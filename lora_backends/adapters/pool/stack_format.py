@@ -25,9 +25,7 @@ class StackFormat(NamedTuple):
     def matrices(self, shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> dict[str, Any]:
         """Return zero matrices as arguments of a stack, with their scales where they have 8 bits.
 
-        Args:
-            shape_a: of lora_a, without the axis of slots.
-            shape_b: of lora_b, likewise.
+        The shapes are without the axis of slots.
         """
         shapes = {"a": (self.num_slots, *shape_a), "b": (self.num_slots, *shape_b)}
         like: dict[str, Any] = {"dtype": self.stored, "device": self.device}

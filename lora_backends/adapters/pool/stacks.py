@@ -59,12 +59,6 @@ class ModuleStacks:
     brings them. Ranks and scalings exist twice, because engines need contiguous tables, and a
     column of the group's table is not contiguous. The tables of all stacks lie in one tensor, which
     one launch writes.
-
-    Args:
-        modules: of the base model, by path.
-        groups: paths of modules with the same input.
-        max_rank: width of every stack.
-        form: how the stacks are stored.
     """
 
     def __init__(

@@ -39,16 +39,7 @@ class Staged:
 
 
 class Staging:
-    """Stages checkpoints for the slots of one pool.
-
-    Args:
-        modules: of the base model, by path.
-        max_rank: width of the stacks.
-        form: how the stacks are stored.
-        experts: stages the parameters of experts.
-        base_layers: as `AdapterPool`.
-        replacements: as `own_modules` of `AdapterPool`.
-    """
+    """Stages checkpoints for the slots of one pool, whose arguments these are."""
 
     def __init__(
         self,
@@ -105,16 +96,14 @@ class Staging:
                 )
 
     def _in_one_copy(self, checkpoint: Checkpoint) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return A and B in the pool's dtype on its device, by path, if one copy moves them all.
-
-        Returns none if a value is not finite: `_stage` then names the matrix.
-        """
+        """Return A and B in the pool's dtype on its device, by path, if one copy moves them all."""
         deltas = checkpoint.modules.values()
         if self._format.eight_bit is not None or any(delta.init is not None for delta in deltas):
             return {}  # these change before they are copied
         pairs = [matrix for delta in deltas for matrix in (delta.lora_a, delta.lora_b)]
         copied = in_one_copy(pairs, self._format.device, self._format.dtype)
         # One check of all values: on a GPU each check waits for the device.
+        # `_stage` then names the matrix that is not finite
         if copied is None or not bool(copied[0].isfinite().all()):
             return {}
         matrices = iter(copied[1])

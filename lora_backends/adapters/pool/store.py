@@ -219,15 +219,13 @@ class AdapterStore:
                     self._ahead[name] = job  # not before: `submit` may fail
 
     def provide(self, names: Sequence[str]) -> Commit:
-        """Prepare the adapters that a batch asks for, and return a function that loads them.
-
-        The slow steps, reading and copying to the device, happen here. The slots are locked when
-        the function is called; its argument holds the names in their slots.
-        """
+        """Prepare the adapters that a batch asks for, and return a function that loads them."""
         with self._lock:
             known = [name for name in names if name in self._cached or name in self._folders]
         if known:
+            # before a file is read: a request retries until it has a slot
             self._pool.slots.check_room(known)
+        # the slow steps, reading and copying to the device, happen here
         changes = self._changes
         changed = {name: ready for name in names if (ready := self._changed(name)) is not None}
         missing = {
@@ -237,6 +235,7 @@ class AdapterStore:
             and name not in self._pool.slots
             and (ready := self._get(name)) is not None
         }
+        # called with the slots locked, and with the names in their slots
         return partial(self._commit, changes, names, changed, missing)
 
     def close(self) -> None:
@@ -280,9 +279,7 @@ class AdapterStore:
     def _get(self, name: str, wait: bool = True) -> _Ready | None:
         """Return an adapter on the device, or None for a name that is not known or in its slot.
 
-        Args:
-            name: of the adapter.
-            wait: for its prefetch, which must not be waited for while the slots are locked.
+        `wait`: for its prefetch, which must not be waited for while the slots are locked.
         """
         ready = self._prefetched(name, wait)
         with self._lock:
@@ -419,12 +416,12 @@ class AdapterStore:
 
     def _look_for_folders(self) -> None:
         """Note new folders, and forget folders that are gone unless their adapter is still held."""
-        found = {} if self.folder is None else adapter_folders(self.folder)
+        folders = {} if self.folder is None else adapter_folders(self.folder)
         with self._lock:
             known = self._known()
             # A name is kept here only while its adapter, or a folder that it hides, still exists.
-            self._only_in_memory &= {*known, *found}
-            readable = {n: path for n, path in found.items() if n not in self._only_in_memory}
+            self._only_in_memory &= {*known, *folders}
+            readable = {n: path for n, path in folders.items() if n not in self._only_in_memory}
             kept = {
                 name: path
                 for name, path in self._folders.items()  # preferred: it was loaded

@@ -16,9 +16,6 @@ class SlotStreams:
 
     Work on one stream runs in its order and needs none of this. `SlotTable` and `AdapterPool` hold
     the lock of the slots when they call a method, unless it says otherwise.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,11 +25,7 @@ class SlotStreams:
         self._untracked: set[int] = set()  # slots that streams may read that nothing here names
 
     def check_not_capturing(self, name: str) -> None:
-        """Refuse to write a slot where a graph would write it, again at every replay; no lock.
-
-        Raises:
-            InvalidInputError: the current stream is being captured.
-        """
+        """Raise InvalidInputError if the current stream is captured; no lock."""
         if torch.cuda.is_current_stream_capturing():
             raise InvalidInputError(
                 f"adapter {name!r} cannot be loaded, updated or unloaded while a CUDA graph is "
@@ -49,13 +42,9 @@ class SlotStreams:
                 stream.wait_event(event)
 
     def after_use(self, slots: Iterable[int], on_this_stream: bool) -> None:
-        """Note that work up to here, on the current stream, has used `slots`; without the lock.
-
-        Args:
-            slots: that were used.
-            on_this_stream: whether nothing else has: a graph may be replayed anywhere.
-        """
+        """Note that work up to here, on the current stream, has used `slots`; without the lock."""
         if not on_this_stream:
+            # a graph may be replayed on any stream
             self._untracked.update(slots)
         stream = torch.cuda.current_stream(self._device)
         if not torch.cuda.is_current_stream_capturing():  # nothing of a capture has run
@@ -77,22 +66,18 @@ class SlotStreams:
             self._written[slot] = stream, event
 
     def before_write_ahead(self, slot: int) -> None:
-        """Let the current stream wait for the uses of a slot; without the lock.
-
-        Where a graph may have read the slot on any stream, the host waits for the whole device.
-        """
+        """Let the current stream wait for the uses of a slot; without the lock."""
         if slot in self._untracked:
+            # a graph may have read the slot on any stream
             torch.cuda.synchronize(self._device)
             self._untracked.discard(slot)
         self._wait_for_uses(slot, torch.cuda.current_stream(self._device))
 
     def after_write_ahead(self, slot: int) -> None:
-        """Wait on the host until the current stream has written `slot`; without the lock.
-
-        Any stream may read it from then on, and so may a graph.
-        """
+        """Wait on the host until the current stream has written `slot`; without the lock."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
+        # any stream may read the slot from then on, and so may a graph
         event.synchronize()
         self._written.pop(slot, None)
 

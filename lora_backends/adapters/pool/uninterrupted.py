@@ -14,8 +14,6 @@ def run_whole(
 ) -> tuple[BaseException | None, BaseException | None]:
     """Run `work` in a thread of its own, on the current CUDA stream, and wait for its end.
 
-    Signals raise in the main thread alone, so an interrupt waits until the work is done.
-
     Returns:
         The error of `work`, and the one that interrupted the waiting; None where there is none.
     """
@@ -31,6 +29,7 @@ def run_whole(
             failure.append(error)
 
     interrupt: BaseException | None = None
+    # signals raise in the main thread alone, so an interrupt waits until the work is done
     thread = Thread(target=run, name="adapter update")
     try:
         thread.start()

@@ -30,10 +30,7 @@ def autocast_off(device_type: str) -> AbstractContextManager[Any]:
 
 
 def for_autocast(operation: Operation, x: Any, weights: Any) -> Any:
-    """Return x in a dtype that the layer takes, if autocast is on; arguments are unchecked.
-
-    A gradient comes back in the dtype of x.
-    """
+    """Return x in a dtype that the layer takes, if autocast is on; arguments are unchecked."""
     if not is_any_autocast() or not isinstance(weights, LayerWeights):
         return x
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
@@ -42,6 +39,7 @@ def for_autocast(operation: Operation, x: Any, weights: Any) -> Any:
     # torch knows no autocast for meta, and its is_autocast_available breaks graphs in torch 2.10.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return x
+    # `to` is recorded: a gradient comes back in the dtype of x
     dtypes = weights.input_dtypes
     if operation.input is Input.H:
         dtypes = torch.float32, accumulator_dtype(weights.dtype)

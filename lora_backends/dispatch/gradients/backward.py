@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch.gradients import expert_backward
@@ -16,18 +17,16 @@ from lora_backends.errors import UnsupportedInputError
 from lora_backends.operations import Input
 from lora_backends.weights import LoRAWeights
 
-Gradients = tuple[torch.Tensor | None, ...]
+Gradients = tuple[Tensor | None, ...]
 
 
-def run_forward(
-    recorded: Recorded, x: torch.Tensor, y: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run_forward(recorded: Recorded, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Run a checked call without a graph; return its result, and h if the engine keeps it."""
     if not recorded.operation.is_dense:
         return expert_backward.run_forward(recorded, x, y), None
     arguments = recorded.operation.name, x, recorded.weights, recorded.plan, y
     with autocast_off(x.device.type):  # engines choose the dtype of products
-        result: tuple[torch.Tensor, torch.Tensor | None]
+        result: tuple[Tensor, Tensor | None]
         result = recorded.engine.forward_with_h(*arguments)
         return result
 
@@ -63,27 +62,15 @@ def kept_for(recorded: Recorded, wanted: Wanted, needs_x: bool, has_h: bool) -> 
 @torch.no_grad()
 def run_backward(
     recorded: Recorded,
-    needed: Sequence[bool],
-    grad: torch.Tensor,
-    x: torch.Tensor | None,
-    h: torch.Tensor | None,
-    base: torch.Tensor | None,
-    like: tuple[torch.Size, torch.dtype],
-    weight: torch.Tensor | None = None,
+    needed: Sequence[bool],  # of x, base_output and each recorded tensor
+    grad: Tensor,
+    x: Tensor | None,  # of the forward, where it was kept
+    h: Tensor | None,  # from `forward_with_h`, where it was kept
+    base: Tensor | None,  # base_output before the call, where it was kept
+    like: tuple[torch.Size, torch.dtype],  # of x
+    weight: Tensor | None = None,  # of a base product that is part of the call
 ) -> Gradients:
-    """Return the gradients of x, base_output and the recorded tensors, None where not needed.
-
-    Args:
-        recorded: the call.
-        needed: of x, base_output and each recorded tensor.
-        grad: of the result.
-        x: that the forward was given, where it was kept; h and base likewise.
-        h: from `LoRABackend.forward_with_h`.
-        base: base_output before the call.
-        like: shape and dtype of x.
-        weight: [out_features, in_features] where base_output is a product of x with it that is
-            part of the call: the gradient of x has its part, too.
-    """
+    """Return the gradients of x, base_output and the recorded tensors, None where not needed."""
     with autocast_off(grad.device.type):
         if not recorded.operation.is_dense:
             grad = _readable(grad, rows=True)
@@ -92,12 +79,8 @@ def run_backward(
         return backward.run(needed[0], needed[1], grad, x, h, base)
 
 
-def _readable(grad: torch.Tensor, rows: bool) -> torch.Tensor:
-    """Return a gradient in memory as kernels read it; one of h is contiguous.
-
-    Raises:
-        UnsupportedInputError: a transform of torch holds it, as vmap does with is_grads_batched.
-    """
+def _readable(grad: Tensor, rows: bool) -> Tensor:
+    """Return a gradient in memory as kernels read it; one of h is contiguous."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
     if not has_memory(grad):
@@ -119,7 +102,7 @@ class _Backward:
         recorded: Recorded,
         needed: Sequence[bool],
         like: tuple[torch.Size, torch.dtype],
-        weight: torch.Tensor | None,
+        weight: Tensor | None,
     ) -> None:
         self.recorded, self.like, self.weight = recorded, like, weight
         self.engine, self.plan = recorded.engine, recorded.plan
@@ -131,10 +114,10 @@ class _Backward:
         self,
         needs_x: bool,
         needs_base: bool,
-        grad: torch.Tensor,
-        x: torch.Tensor | None,
-        h: torch.Tensor | None,
-        base: torch.Tensor | None,
+        grad: Tensor,
+        x: Tensor | None,
+        h: Tensor | None,
+        base: Tensor | None,
     ) -> Gradients:
         operation = self.recorded.operation
         grad = _readable(grad, rows=operation.result == "y")
@@ -142,10 +125,11 @@ class _Backward:
             through, a = self._through_a(grad, x, needs_x)
             return through, None, *self._share({"lora_a": a})
         scaled = self._scaled(grad)
-        outs: dict[str, torch.Tensor | None] = {}
+        outs: dict[str, Tensor | None] = {}
         needs_dh = "lora_a" in self.wanted or (needs_x and operation.input is not Input.TOKEN_IDS)
         if needs_dh or "lora_b" in self.wanted:
             outs["lora_b"] = b = self._new("lora_b", (self.weights.out_features, self._rank))
+            # shrunk again: the forward kept no h
             if b is not None and h is None:
                 assert x is not None
                 h = x if operation.input is Input.H else self._shrunk(x)
@@ -165,6 +149,7 @@ class _Backward:
         elif needs_dh:
             through_base = scaled @ self.weight if needs_x and self.weight is not None else None
             dx, outs["lora_a"] = self._through_a(dh, x, needs_x, through_base)
+        # one adapter's bias may sum over many tokens before it is rounded
         sums = accumulator_dtype(grad.dtype)
         if (bias := self._new("bias", (self.weights.out_features,), sums)) is not None:
             self.engine.sum_tokens(grad, self.weights, self.plan, bias, self.slots)
@@ -180,12 +165,8 @@ class _Backward:
         return self.weights.max_rank
 
     def _through_a(
-        self,
-        dh: torch.Tensor,
-        x: torch.Tensor | None,
-        needs_x: bool,
-        through_base: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, dh: Tensor, x: Tensor | None, needs_x: bool, through_base: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return dx, which `through_base` becomes where it is given, and dlora_a from dh."""
         weights = self.weights
         a = self._new("lora_a", (weights.num_slices, self._rank, weights.in_features))
@@ -205,29 +186,30 @@ class _Backward:
             )
         return dx, a
 
-    def _shrunk(self, x: torch.Tensor) -> torch.Tensor:
-        h: torch.Tensor
+    def _shrunk(self, x: Tensor) -> Tensor:
+        h: Tensor
         if self.recorded.operation.input is Input.TOKEN_IDS:
             h = self.engine.embedding_h(x, self.weights, self.plan)
         else:
             h, _ = self.engine.forward_with_h("run_lora_a", x, self.weights, self.plan, None)
         return h
 
-    def _scaled(self, grad: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, grad: Tensor) -> Tensor:
         """Return dL/dbase_output: grad times the output_scales of each token's slot."""
         scales = self.weights.output_scales
         if scales is None:
             return grad
         slots = self.engine.token_slots(self.plan, grad.shape[0], self.weights.num_slots)[:, None]
+        # slot -1 would read the last slot
         product = scales[slots[:, 0].clamp(min=0)] * grad
+        # rows without adapter keep their bits
         return torch.where(slots >= 0, product.to(grad.dtype), grad)
 
-    def _unscaled(
-        self, x: torch.Tensor | None, base: torch.Tensor | None, grad: torch.Tensor
-    ) -> torch.Tensor:
+    def _unscaled(self, x: Tensor | None, base: Tensor | None, grad: Tensor) -> Tensor:
         """Return y before output_scales and bias, in float32 or wider."""
         sums = torch.promote_types(grad.dtype, torch.float32)
         start = torch.zeros_like(grad, dtype=sums) if base is None else base.to(sums, copy=True)
+        # the gradient of output_scales needs what they multiplied
         plain = self.recorded.without_factors()
         name = self.recorded.operation.name
         y, _ = self.engine.forward_with_h(name, x, plain, self.plan, start)
@@ -235,7 +217,7 @@ class _Backward:
 
     def _new(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Return memory for the gradients of a stack's wanted slots; None if nobody wants them."""
         if name not in self.wanted:
             return None
@@ -243,13 +225,13 @@ class _Backward:
         kind = dtype or self.recorded.dtype_of(name)
         return torch.empty(count, *shape, dtype=kind, device=self.weights.device)
 
-    def _share(self, outs: dict[str, torch.Tensor | None]) -> Gradients:
+    def _share(self, outs: dict[str, Tensor | None]) -> Gradients:
         """Return the part of each recorded tensor."""
-        parts: list[torch.Tensor | None] = [None] * len(self.recorded.targets)
+        parts: list[Tensor | None] = [None] * len(self.recorded.targets)
         for name, places in self.wanted.items():
             out = outs[name]
             assert out is not None
-            found = self.recorded.parts_of(out, places, self.slots)
-            for at, part in zip(places, found, strict=True):
+            of_places = self.recorded.parts_of(out, places, self.slots)
+            for at, part in zip(places, of_places, strict=True):
                 parts[at] = part
         return tuple(parts)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from lora_backends.common.tensors import has_memory
@@ -24,10 +25,10 @@ from lora_backends.dispatch.cached import accept, is_accepted
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.gradients.backward import Gradients, kept_for, run_backward, run_forward
 from lora_backends.dispatch.gradients.recorded import (
+    GradientTarget,
     Recorded,
     SlotParameter,
     SlotParameters,
-    Target,
     b_alone,
     differentiates,
     target_of,
@@ -50,19 +51,18 @@ def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
     """Return whether a call has to be recorded for autograd; arguments are unchecked.
 
     `others` are base_output and the router's weights, where there are any.
-
-    Transforms and traces of torch, and its forward mode, see through the calls of a `plain_torch`
-    engine, and record them themselves.
     """
     if not torch.is_grad_enabled():
         return False
-    tensors = [t for t in (x, *others) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in (x, *others) if isinstance(t, Tensor)]
     if isinstance(weights, LayerWeights):
         tensors += weights.tensors.values()
     if not any(tensor.requires_grad for tensor in tensors):
         return False
+    # other engines write by address, which autograd does not see
     if not engine.plain_torch:
         return True
+    # these see through the calls of a `plain_torch` engine, and record them themselves
     is_transformed = forward_ad._current_level >= 0 or not all(map(has_memory, tensors))
     return not (is_transformed or is_jit_traced())
 
@@ -70,21 +70,12 @@ def requires_graph(engine: Engine, x: Any, weights: Any, *others: Any) -> bool:
 def record(
     engine: Any,
     operation: Operation,
-    x: torch.Tensor,
+    x: Tensor,
     weights: LayerWeights,
     plan: Any,
-    y: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run an operation as a node of autograd's graph; arguments are unchecked.
-
-    Args:
-        engine: that runs it.
-        operation: of the interface, on a dense layer.
-        x: the first argument.
-        weights: the layer.
-        plan: of the batch.
-        y: base_output, or None.
-    """
+    y: Tensor | None = None,
+) -> Tensor:
+    """Run an operation on a dense layer as a node of autograd's graph; arguments are unchecked."""
     _check(engine, operation, x, weights, plan, y)
     names = [
         name
@@ -100,35 +91,23 @@ def record(
 def run_with_parameters(
     engine: Any,
     operation: Operation,
-    x: torch.Tensor,
+    x: Tensor,  # or [..., in_features], with y [..., out_features]
     weights: LoRAWeights,
     plan: Any,
-    y: torch.Tensor,
+    y: Tensor,  # base_output, contiguous; changed in place
     parameters: SlotParameters | Sequence[SlotParameter],
     *,
-    base_weight: torch.Tensor | None = None,
-    check: Callable[[], None] | None = None,
-) -> torch.Tensor:
-    """Run an operation whose gradients go to tensors that stand for single slots.
+    base_weight: Tensor | None = None,  # [out_features, in_features]
+    check: Callable[[], None] | None = None,  # called before the backward
+) -> Tensor:
+    """Run an operation whose gradients go to tensors that stand for single slots; return y.
 
     The backward reads the stacks as they are then. Autograd refuses it if one of `parameters` that
     the call used was changed in place meanwhile; changes of other slots do not matter.
 
-    Args:
-        engine: that runs it.
-        operation: of the interface, on a dense layer.
-        x: the first argument, or [..., in_features] with y [..., out_features].
-        weights: the layer, whose stacks require no gradient.
-        plan: of the batch.
-        y: base_output, contiguous; it is changed in place and returned.
-        parameters: those of slots in the batch.
-        base_weight: [out_features, in_features] where y is ``x @ base_weight.T`` plus a constant
-            and has no graph: the backward then computes the gradient of x through both, and adds
-            the LoRA's part in place.
-        check: called before the backward; raises where the stacks hold another adapter.
-
-    Returns:
-        y.
+    `base_weight` is given where y is ``x @ base_weight.T`` plus a constant and has no graph: the
+    backward then computes the gradient of x through both, and adds the LoRA's part in place.
+    `check` raises where the stacks hold another adapter.
 
     Raises:
         InvalidInputError: as the operation.
@@ -137,10 +116,10 @@ def run_with_parameters(
     _check(engine, operation, _flat(x), weights, plan, y.detach().view(-1, y.shape[-1]))
     of = parameters if isinstance(parameters, SlotParameters) else SlotParameters(parameters)
     recorded = Recorded(
-        engine, operation, weights, plan, of.targets, of.kinds, check=check, found=of.found
+        engine, operation, weights, plan, of.targets, of.kinds, check=check, cache=of.cache
     )
     recorded.anchors = _links(x, of.b_alone)
-    result: torch.Tensor = _ParameterNode.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = _ParameterNode.apply(  # type: ignore[no-untyped-call]
         recorded, y, x, base_weight, *of.tensors
     )
     return result
@@ -149,26 +128,17 @@ def run_with_parameters(
 def record_routed(
     engine: Any,
     operation: Operation,
-    x: torch.Tensor,
+    x: Tensor,
     weights: ExpertWeights,
     routing: ExpertRouting,
-    y: torch.Tensor | None,
-    options: Mapping[str, Any],
+    y: Tensor | None,
+    options: Mapping[str, Any],  # keyword arguments of the operation
     parameters: Sequence[SlotParameter] | None = None,
-) -> torch.Tensor:
-    """Run an operation on routed rows as a node of autograd's graph; it has passed the guards.
+) -> Tensor:
+    """Run an operation on experts as a node of autograd's graph; it has passed the guards.
 
-    Args:
-        engine: that runs it.
-        operation: of the interface, on experts.
-        x: the first argument.
-        weights: the experts.
-        routing: of the batch.
-        y: base_output, or None.
-        options: keyword arguments of the operation.
-        parameters: tensors that stand for single slots, in place of the stacks themselves:
-            [experts or 1, num_a, rank, in_features] of lora_a, [experts or 1, out_features, rank]
-            of lora_b.
+    `parameters` stand for single slots, in place of the stacks: [experts or 1, num_a, rank,
+    in_features] of lora_a, [experts or 1, out_features, rank] of lora_b.
     """
     _check_gradients(engine, operation, x, weights, y)
     if parameters is None:
@@ -181,15 +151,13 @@ def record_routed(
     factors = routing.differentiable_weights
     if options["weighted"] and factors is not None:
         leaves.append(factors)
-        targets.append(Target("topk_weights"))
+        targets.append(GradientTarget("topk_weights"))
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     recorded = Recorded(engine, operation, weights, routing, tuple(targets), kinds, options)
     return _apply(recorded, y, x, leaves)
 
 
-def _apply(
-    recorded: Recorded, y: torch.Tensor | None, x: torch.Tensor, leaves: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _apply(recorded: Recorded, y: Tensor | None, x: Tensor, leaves: Sequence[Tensor]) -> Tensor:
     if x.is_inference() and any(target.name != "bias" for target in recorded.targets):
         operation = recorded.operation
         raise InvalidInputError(
@@ -203,11 +171,11 @@ def _apply(
         *_links(x, b_alone(recorded.targets)),
         *_links(y, "output_scales" in names),  # not y itself, which is about to be overwritten
     ]
-    result: torch.Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
+    result: Tensor = _Node.apply(recorded, y, x, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
-def _links(tensor: torch.Tensor | None, is_needed: bool) -> list[torch.Tensor]:
+def _links(tensor: Tensor | None, is_needed: bool) -> list[Tensor]:
     """Return an empty tensor that autograd derives from `tensor`, without keeping its memory."""
     if tensor is None or not is_needed or not tensor.requires_grad:
         return []
@@ -252,12 +220,8 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        recorded: Recorded,
-        y: torch.Tensor | None,
-        x: torch.Tensor,
-        *leaves: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, recorded: Recorded, y: Tensor | None, x: Tensor, *leaves: Tensor
+    ) -> Tensor:
         wanted = recorded.wants(ctx.needs_input_grad[3:])
         start = y
         if "output_scales" in wanted and y is not None:
@@ -274,7 +238,7 @@ class _Node(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         recorded: Recorded = ctx.recorded
         x, h, base = ctx.saved_tensors  # raises where one was changed in place
         recorded.check_plan()
@@ -298,14 +262,12 @@ class _Once(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, name: str, anchors: int, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, name: str, anchors: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.name = name
         return tuple(gradient.view_as(gradient) for gradient in tensors[anchors:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         raise UnsupportedInputError(
             f"{ctx.name} has no second derivatives\n"
             f"  given: a gradient of it, made with create_graph=True, that is differentiated\n"
@@ -314,14 +276,11 @@ class _Once(torch.autograd.Function):
 
 
 def _refusing_second(
-    recorded: Recorded, gradients: Gradients, *of_node: torch.Tensor | None
+    recorded: Recorded, gradients: Gradients, *of_node: Tensor | None
 ) -> Gradients:
     """Return gradients that refuse to be differentiated; None stays.
 
-    Args:
-        recorded: the call.
-        gradients: of its tensors.
-        of_node: the gradient of the result, and the tensors that the node has saved.
+    `of_node` are the gradient of the result and the tensors that the node has saved.
     """
     always = torch.zeros((), requires_grad=True)  # so that autograd records the node
     anchors = [always, *recorded.anchors, *(t for t in of_node if t is not None)]
@@ -342,11 +301,11 @@ class _ParameterNode(torch.autograd.Function):
     def forward(
         ctx: Any,
         recorded: Recorded,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        base_weight: torch.Tensor | None,
-        *leaves: torch.Tensor,
-    ) -> torch.Tensor:
+        y: Tensor,
+        x: Tensor,
+        base_weight: Tensor | None,
+        *leaves: Tensor,
+    ) -> Tensor:
         needed = ctx.needs_input_grad[4:]
         wanted, rows = recorded.wants(needed), _flat(x)
         _, h = run_forward(recorded, rows, y.view(-1, y.shape[-1]))
@@ -360,7 +319,7 @@ class _ParameterNode(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         recorded: Recorded = ctx.recorded
         x, h, weight, *used = ctx.saved_tensors  # raises where one was changed in place
         recorded.check_plan()
@@ -375,7 +334,7 @@ class _ParameterNode(torch.autograd.Function):
         return None, None if dy is None else dy.view_as(grad), dx, None, *parts
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def _flat(x: Tensor) -> Tensor:
     """Return x [..., in_features] as rows; token ids have one axis already."""
     rows = x if x.ndim < 3 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()

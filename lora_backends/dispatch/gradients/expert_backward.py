@@ -41,10 +41,7 @@ def run_backward(
     x: torch.Tensor | None,
     like: tuple[torch.Size, torch.dtype],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return gradients; arguments and result as of `backward.run_backward`.
-
-    `grad` is as kernels read it, the last axis contiguous.
-    """
+    """`backward.run_backward` of experts; the last axis of `grad` is contiguous."""
     needs_x, needs_base, *of_leaves = needed
     wanted = recorded.wants(of_leaves)
     parts: list[torch.Tensor | None] = [None] * len(of_leaves)

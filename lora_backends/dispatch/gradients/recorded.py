@@ -18,7 +18,7 @@ Wanted: TypeAlias = Mapping[str, Sequence[int]]
 """By the name of a stack, the places of the recorded tensors that need a gradient."""
 
 
-class Target(NamedTuple):
+class GradientTarget(NamedTuple):
     """The part of a layer that a tensor's gradient belongs to."""
 
     name: str  # lora_a, lora_b, bias, output_scales or topk_weights
@@ -35,25 +35,21 @@ class SlotParameter(NamedTuple):
     """
 
     tensor: torch.Tensor
-    target: Target
+    target: GradientTarget
 
 
 class SlotParameters:
-    """The parameters of a batch's slots, and values derived from them once for many calls.
-
-    Args:
-        parameters: of one layer.
-    """
+    """The parameters of a batch's slots in one layer, and values derived once for many calls."""
 
     def __init__(self, parameters: Sequence[SlotParameter]) -> None:
         self.tensors = tuple(tensor for tensor, _ in parameters)
         self.targets = tuple(target for _, target in parameters)
         self.kinds = tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
         self.b_alone = b_alone(self.targets)
-        self.found: dict[Any, Any] = {}  # the cache of each `Recorded`
+        self.cache: dict[Any, Any] = {}  # of each `Recorded`
 
 
-def b_alone(targets: Sequence[Target]) -> bool:
+def b_alone(targets: Sequence[GradientTarget]) -> bool:
     """Return whether lora_b has a gradient and lora_a none, so that a node may keep h and not x."""
     names = {target.name for target in targets}
     return "lora_b" in names and "lora_a" not in names
@@ -67,11 +63,11 @@ class Recorded:
     operation: Operation
     weights: Any
     plan: Any  # or a routing
-    targets: tuple[Target, ...]  # of the tensors after x and base_output
+    targets: tuple[GradientTarget, ...]  # of the tensors after x and base_output
     leaves: tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each of them
     options: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[[], None] | None = None  # raises where a backward would compute something else
-    found: dict[Any, Any] = field(default_factory=dict)  # cache: derived from targets and leaves
+    cache: dict[Any, Any] = field(default_factory=dict)  # derived from targets and leaves
     anchors: Sequence[torch.Tensor] = ()  # tensors that lead autograd to the call's tensors
     counters: tuple[Any, ...] = field(init=False)  # of the plan's refills: they live as long
     refills: tuple[int, ...] = field(init=False)  # at the forward
@@ -81,12 +77,7 @@ class Recorded:
         self.refills = refills_of(self.plan)
 
     def check_plan(self) -> None:
-        """Refuse a backward by tables of another batch.
-
-        Raises:
-            InvalidInputError: the plan, or the routing, was refilled after the forward; or as
-                `check`.
-        """
+        """Raise InvalidInputError if the plan was refilled after the forward, or as `check`."""
         if self.check is not None:
             self.check()
         if self.refills != refills_of(self.plan):
@@ -101,26 +92,14 @@ class Recorded:
         )
 
     def states(self, read: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Return the `_state_of` each tensor that the backward reads, by name, for `check_layer`.
-
-        Args:
-            read: names of stacks and tables that the backward reads.
-        """
+        """Return the `_state_of` each stack and table in `read`, by name, for `check_layer`."""
         tensors = self.weights.tensors.items()
         return {name: _state_of(t) for name, t in tensors if name.partition("[")[0] in read}
 
     def check_layer(self, before: Mapping[str, tuple[int, int]]) -> None:
-        """Refuse a backward with other weights than the forward had.
-
-        torch makes this check for tensors that a node saves. But hooks on saved tensors would copy
-        whole stacks, and torch does not check the copies.
-
-        Args:
-            before: the `states` at the forward.
-
-        Raises:
-            InvalidInputError: one of them was changed in place, or moved, after the forward.
-        """
+        """Raise InvalidInputError if a tensor in `before`, the forward's `states`, has changed."""
+        # torch makes this check for tensors that a node saves. But hooks on saved tensors would
+        # copy whole stacks, and torch does not check the copies.
         for name, state in before.items():
             now = _state_of(self.weights.tensors[name])
             if now != state:
@@ -136,36 +115,38 @@ class Recorded:
 
     def wants(self, needed: Sequence[bool]) -> Wanted:
         """Return the targets that need a gradient."""
+        # the same in every step
         key = tuple(needed)
-        wanted: dict[str, list[int]] | None = self.found.get(key)
+        wanted: dict[str, list[int]] | None = self.cache.get(key)
         if wanted is None:
             wanted = {}
             for at, (target, is_needed) in enumerate(zip(self.targets, needed, strict=True)):
                 if is_needed:
                     wanted.setdefault(target.name, []).append(at)
-            self.found[key] = wanted
+            self.cache[key] = wanted
         return wanted
 
     def slots_of(self, wanted: Wanted) -> tuple[int, ...] | None:
         """Return the slots whose gradients are wanted, ascending; None: those of whole stacks."""
         key = "slots", *map(tuple, wanted.values())
-        if key not in self.found:
+        if key not in self.cache:
             slots = [self.targets[at].slot for places in wanted.values() for at in places]
             named = {slot for slot in slots if slot is not None}
-            self.found[key] = tuple(sorted(named)) or None
-        found: tuple[int, ...] | None = self.found[key]
-        return found
+            self.cache[key] = tuple(sorted(named)) or None
+        slots_of: tuple[int, ...] | None = self.cache[key]
+        return slots_of
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the widest dtype of the gradients of a stack: each is rounded to its own."""
-        dtype: torch.dtype | None = self.found.get(name)
+        dtype: torch.dtype | None = self.cache.get(name)
         if dtype is None:
             dtypes = (
                 leaf[1]
                 for leaf, target in zip(self.leaves, self.targets, strict=True)
                 if target.name == name
             )
-            dtype = self.found[name] = reduce(torch.promote_types, dtypes)
+            # one pass writes all of them: the widest loses nothing
+            dtype = self.cache[name] = reduce(torch.promote_types, dtypes)
         return dtype
 
     def without_factors(self) -> Any:
@@ -190,13 +171,10 @@ class Recorded:
         return parts
 
     def part_of(self, out: torch.Tensor, at: int, slots: tuple[int, ...] | None) -> torch.Tensor:
-        """Return the gradient of a recorded tensor.
+        """Return the gradient of recorded tensor `at`, from that of its stack for `slots`.
 
-        Args:
-            out: [slots, ...] gradients of its stack; of lora_a [slots, num_slices, max_rank,
-                in_features], of lora_b [slots, out_features, max_rank].
-            at: which of the targets.
-            slots: of `out`; None: all.
+        `out` is [slots, num_slices, max_rank, in_features] for lora_a, [slots, out_features,
+        max_rank] for lora_b; `slots` None: all.
         """
         name, slot, part = self.targets[at]
         shape, dtype = self.leaves[at]
@@ -231,10 +209,10 @@ def differentiates(operation: Operation, name: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def target_of(name: str) -> Target:
+def target_of(name: str) -> GradientTarget:
     """Return the target of a tensor by its name in `LayerWeights.tensors`."""
     stack, bracket, part = name.partition("[")
-    return Target(stack, None, int(part[:-1]) if bracket else None)
+    return GradientTarget(stack, None, int(part[:-1]) if bracket else None)
 
 
 def refills_of(plan: Any) -> tuple[int, ...]:

@@ -70,18 +70,15 @@ def _run(
     operation: str,
     x: torch.Tensor,
     base_output: torch.Tensor | None,
-    tensors: list[torch.Tensor],
-    backend: int,
+    tensors: list[torch.Tensor],  # of the layer, as the program passes them
+    backend: int,  # a handle, as the next two
     weights: int,
     plan: int,
-    shape: list[int],
+    shape: list[int],  # of the result
     dtype: torch.dtype,
-    has_scales: bool,
+    has_scales: bool,  # the layer has output_scales
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of this shape and dtype, and how often the plan was refilled so far.
-
-    `has_scales`: whether the layer has output_scales.
-    """
+    """Return the result of this shape and dtype, and how often the plan was refilled so far."""
     engine, of_batch = lookup(backend), lookup(plan)
     arguments = [x, _layer(weights, tensors), of_batch]
     if base_output is not None:
@@ -164,15 +161,13 @@ _run.register_autograd(_backward, setup_context=_keep)
 
 
 def _layer(handle: int, tensors: list[torch.Tensor]) -> LoRAWeights:
-    """Return a layer with the tensors that a program passes: the layer itself, if they are its own.
-
-    A program that changes a tensor in between passes copies.
-    """
+    """Return a layer with the tensors that a program passes: the layer itself, if they are its."""
     layer: LoRAWeights = lookup(handle)
     names = list(layer.tensors)
-    own = layer.tensors.values()
-    if all(a.data_ptr() == b.data_ptr() for a, b in zip(own, tensors, strict=True)):
+    held = layer.tensors.values()
+    if all(a.data_ptr() == b.data_ptr() for a, b in zip(held, tensors, strict=True)):
         return layer
+    # a program that changes a tensor in between passes copies
     changes: dict[str, Any] = {}
     for name, tensor in zip(names, tensors, strict=True):
         stack, bracket, _ = name.partition("[")

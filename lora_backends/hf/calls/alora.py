@@ -19,23 +19,15 @@ from lora_backends.hf.replacements.modules import Invocation
 
 
 def invoked(
-    adapters: Sequence[RowAdapters],
+    adapters: Sequence[RowAdapters],  # per row
     slots: Mapping[str, int],
     pool: AdapterPool,
-    inputs: Mapping[str, Any],
-    after_cache: bool,
+    inputs: Mapping[str, Any],  # of the forward pass, or of `generate`
+    after_cache: bool,  # the tokens of a given cache are not among its ids
 ) -> Sequence[RowAdapters]:
     """Return the entries of rows, one per token where an adapter has to be invoked.
 
-    A row that gives an entry for each of its tokens says itself where the adapter acts. On a GPU
-    this waits for the device.
-
-    Args:
-        adapters: per row.
-        slots: name to slot.
-        pool: of the adapters.
-        inputs: of the forward pass, or of `generate`.
-        after_cache: whether the tokens of a given cache are not among its token ids.
+    On a GPU this waits for the device.
 
     Raises:
         UnsupportedInputError: there are no token ids to find the invocation in, or it may lie in
@@ -75,19 +67,9 @@ def invoked(
 def invocation_in(
     entry: Entry, slots: Mapping[str, int], pool: AdapterPool, ids: Sequence[int]
 ) -> int | None:
-    """Return the position in a request's prompt from which its entry applies.
+    """Return the position in a request's prompt from which its entry, no blend of aLoRA, applies.
 
-    Args:
-        entry: of the request.
-        slots: its adapters' slots by name.
-        pool: of the adapters.
-        ids: token ids of the prompt.
-
-    Returns:
-        0 for plain LoRA; for an aLoRA, the start of the last invocation, or None without one.
-
-    Raises:
-        UnsupportedInputError: a blend that includes an aLoRA.
+    It is 0 for plain LoRA; for an aLoRA, the start of the last invocation, or None without one.
     """
     invocations = {name: pool.own_modules(slot).get("") for name, slot in slots.items()}
     for name, invocation in invocations.items():

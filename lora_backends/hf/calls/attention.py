@@ -13,11 +13,7 @@ from lora_backends.errors import UnsupportedInputError
 
 
 class Attention:
-    """Switches a base model between its own attention and one that reads only paged caches.
-
-    Args:
-        base: the model.
-    """
+    """Switches a base model between its own attention and one that reads only paged caches."""
 
     def __init__(self, base: nn.Module) -> None:
         self._base: Any = base
@@ -29,11 +25,7 @@ class Attention:
 
     @contextmanager
     def paged(self, name: str) -> Iterator[None]:
-        """Run the model with attention `name` inside the block; blocks may overlap.
-
-        Raises:
-            UnsupportedInputError: a block with another name is open.
-        """
+        """Run the model with attention `name` inside the block; blocks of one name may overlap."""
         with self._lock:
             config = self._base.config
             if not self._users:
@@ -56,11 +48,7 @@ class Attention:
                     self.is_paged = False
 
     def check(self) -> None:
-        """Refuse a forward pass outside of continuous batching.
-
-        Raises:
-            UnsupportedInputError: the model runs a paged attention, which needs a manager's cache.
-        """
+        """Raise UnsupportedInputError for a forward pass outside of continuous batching."""
         if self.is_paged:
             raise UnsupportedInputError(
                 f"the model has attention {self._own!r}, which continuous batching replaces from "

@@ -50,12 +50,9 @@ _FLAGS = ("use_", "output_", "return_")
 
 
 def past_tokens(inputs: Mapping[str, Any]) -> int:
-    """Return how many tokens of each row came before a pass. On a GPU it may wait for the device.
+    """Return how many tokens of each row came before a pass, where adapters differ by token.
 
-    It is needed only where adapters differ by token.
-
-    Args:
-        inputs: of the pass, by name.
+    On a GPU it may wait for the device.
 
     Raises:
         UnsupportedInputError: an input may hold earlier tokens, and does not say how many; or two
@@ -79,9 +76,8 @@ def carried(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def states_of(output: Any, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """Return the states that a pass hands to the next one, by the name of the argument.
 
-    Args:
-        output: of the pass, which was asked for a cache if the model takes `use_cache`.
-        parameters: of the model's `forward`.
+    The pass was asked for a cache if the model's `forward`, which has `parameters`, takes
+    `use_cache`.
 
     Raises:
         TypeError: it may hold a state, and the argument that takes it is not known.

@@ -26,11 +26,7 @@ MOST = torch.finfo(torch.float32).max
 
 
 def adapter_names(adapters: Sequence[RowAdapters]) -> set[str]:
-    """Return the distinct names in `adapters`.
-
-    Raises:
-        InvalidInputError: `adapters` is not one entry per row, or an entry is wrong.
-    """
+    """Return the distinct names in `adapters`; InvalidInputError unless one right entry per row."""
     if isinstance(adapters, str) or not isinstance(adapters, Sequence):
         raise InvalidInputError(
             f"adapters is {adapters!r}\n  allowed: a list with one adapter name or None per row, "
@@ -91,14 +87,6 @@ class Choices:
     `NO_ADAPTER` is no adapter, a slot is its adapter with strength 1, and every other blend has a
     number from num_slots on.
 
-    Args:
-        pool: of the adapters.
-        slots: name to slot, of all names in the entries.
-        backend: that runs them.
-        rows: entries of each row, checked by `adapter_names`.
-        width: adapters per token that a batch has at least.
-        scaled: whether a batch has strengths even if all of them are 1.
-
     Raises:
         UnsupportedInputError: strengths that `backend` cannot apply, a strength of an adapter with
             a LoRA bias, or a blend of an adapter that uses DoRA with another one.
@@ -109,9 +97,9 @@ class Choices:
         pool: AdapterPool,
         slots: Mapping[str, int],
         backend: LoRABackend,
-        rows: Iterable[Sequence[Entry]],
-        width: int = 1,
-        scaled: bool = False,
+        rows: Iterable[Sequence[Entry]],  # checked by `adapter_names`
+        width: int = 1,  # adapters per token that a batch has at least
+        scaled: bool = False,  # strengths even if all of them are 1
     ) -> None:
         self._num_slots = pool.slots.num_slots
         self._blends: dict[tuple[tuple[int, float], ...], int] = {}  # slots, strengths -> number

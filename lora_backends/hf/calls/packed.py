@@ -35,11 +35,7 @@ class PackedModules:
     of_logits: frozenset[str]  # those whose logits are asked for
 
     def check_adapters(self, pool: AdapterPool, slots: Mapping[str, int]) -> None:
-        """Refuse adapters of modules that see anything else.
-
-        Raises:
-            UnsupportedInputError: there are some.
-        """
+        """Raise UnsupportedInputError for adapters of modules that see anything else."""
         for name, slot in slots.items():
             if pool.own_modules(slot).keys() - {""}:  # "" is an invocation, no module
                 raise UnsupportedInputError(
@@ -64,13 +60,11 @@ class PackedModules:
 
 @torch.no_grad()
 def find_packed(wrapped: WrappedModel) -> PackedModules:
-    """Return the modules that see all tokens of a row, and those that see only tokens with logits.
-
-    In a batch both kinds of modules may see the same number of tokens, so a number does not tell
-    them apart. One trial pass, which asks for fewer logits than it has tokens, does.
-    """
+    """Return the modules that see all tokens of a row, and those that see tokens with logits."""
     base: Any = wrapped.base
     device = next(base.parameters()).device
+    # In a batch both kinds of modules may see the same number of tokens, so a number does not tell
+    # them apart. One trial pass, which asks for fewer logits than it has tokens, does.
     inputs = {"input_ids": torch.arange(1, _LENGTH + 1, device=device)[None]}
     if (
         callable(getattr(base, "_supports_logits_to_keep", None))
@@ -118,10 +112,8 @@ def _tokens_in(shape: Sequence[int]) -> int:
 class RequestsCall(ModelCall):
     """The adapters of the tokens of each forward pass, as the hooks see them.
 
-    Args:
-        wrapped: the model.
-        packed: which tokens its modules see.
-        batch: returns the requests of the pass that starts.
+    `packed` says which tokens the modules see; `batch` returns the requests of the pass that
+    starts.
     """
 
     def __init__(
@@ -137,11 +129,7 @@ class RequestsCall(ModelCall):
         self._kept: torch.Tensor | None = None  # positions whose logits are asked for
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
-        """Note which adapter every token of the forward pass uses.
-
-        Raises:
-            InvalidInputError: the tokens are not those of the requests.
-        """
+        """Note which adapter every token of the forward pass uses; refuse tokens of no request."""
         pool = self._wrapped.pool  # its stacks may have grown since the last pass
         self.stacks, self.shared, self.experts = pool.active
         packed = self._batch()
@@ -163,11 +151,7 @@ class RequestsCall(ModelCall):
         self._logits.forget()
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
-        """Return the plan for an input of `shape`, without its last axis.
-
-        Raises:
-            UnsupportedInputError: an input with other positions than the tokens.
-        """
+        """Return the plan for an input of `shape`, without its last axis; positions are tokens."""
         wanted = self._kept if paths[0] in self._packed.of_logits else None
         # `logits_to_keep` may be on the GPU, the slots are on the CPU.
         slots = self._slots if wanted is None else self._slots[wanted.to("cpu")]

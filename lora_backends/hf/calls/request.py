@@ -36,16 +36,6 @@ class _Planned:
 class Request(RowsCall):
     """The slots of one call, cut into the batches that its forward passes see.
 
-    Args:
-        model: whose call it is.
-        pool: of the adapters.
-        images: of the base model.
-        adapters: the entry of each row, or of each of its tokens.
-        slots: name to slot.
-        backend: that makes the plans.
-        after_cache: entries per token start after the tokens in the key-value cache when the
-            call begins; otherwise they count from the start of the row.
-
     Raises:
         InvalidInputError: a row has an empty list.
         UnsupportedInputError: a blend or a strength that cannot be applied.
@@ -56,10 +46,10 @@ class Request(RowsCall):
         model: str,
         pool: AdapterPool,
         images: Images,
-        adapters: Sequence[RowAdapters],
+        adapters: Sequence[RowAdapters],  # the entry of each row, or of each of its tokens
         slots: Mapping[str, int],
         backend: LoRABackend,
-        after_cache: bool,
+        after_cache: bool,  # entries per token start after the cache's tokens
     ) -> None:
         # `joined` stays empty: the plans of one call cannot be part of a compiled program.
         super().__init__(model, pool, images, backend)
@@ -68,6 +58,7 @@ class Request(RowsCall):
         if any(not row for row in self.rows):
             raise InvalidInputError("a row of adapters is empty; allowed: one entry per token")
         self.per_token = any(len(set(row)) > 1 for row in self.rows)
+        # else entries per token count from the start of the row
         self._lists_tokens = after_cache and any(map(is_per_token, adapters))
         self._every_slot = {slot for row in self.rows for slot in row}
         self.differ = len(self._every_slot) > 1
@@ -131,15 +122,9 @@ class Request(RowsCall):
     def begin_generate(
         self, inputs: Mapping[str, Any], rows: int, length: int, config: Any
     ) -> None:
-        """Note the prompts: `generate` encodes images and sound before its first forward pass.
-
-        Args:
-            inputs: of `generate`.
-            rows: of the prompts.
-            length: tokens of a prompt.
-            config: the model's `GenerationConfig`, whose words are no inputs of the model.
-        """
+        """Note the prompts: `generate` encodes images and sound before its first forward pass."""
         self.begin(inputs, rows, length)
+        # words of the `GenerationConfig` are no inputs of the model
         inputs = {name: x for name, x in inputs.items() if not hasattr(config, name)}
         # Encoders run before the first pass, so modules may see them without token ids.
         self._note_untried(inputs, alone=True)

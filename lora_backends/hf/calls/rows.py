@@ -16,14 +16,7 @@ from lora_backends.hf.layout.layout import Layout, Spread, Untried
 
 
 class RowsCall(ModelCall):
-    """A call whose plans follow from how the rows of the batch lie in an input.
-
-    Args:
-        model: key of the model.
-        pool: of the adapters.
-        images: of the base model.
-        backend: that makes the plans.
-    """
+    """A call whose plans follow from how the rows of the batch lie in an input."""
 
     def __init__(self, model: str, pool: AdapterPool, images: Images, backend: LoRABackend) -> None:
         super().__init__(model, pool)
@@ -35,12 +28,7 @@ class RowsCall(ModelCall):
         self._plan: Any = None
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
-        """Return the plan for an input of `shape`, without its last axis.
-
-        Args:
-            shape: of the input.
-            layout: of the input.
-            paths: of the modules that see it.
+        """Return the plan for an input of modules at `paths`, of `shape` without its last axis.
 
         Raises:
             UnsupportedInputError: the row of some position is not known, and rows differ.
@@ -57,13 +45,10 @@ class RowsCall(ModelCall):
     def _reason_against(
         self, spread: Spread | None, layout: Layout, key: str, allowed: int
     ) -> str | None:
-        """Return why the rows of an input are not known, or None; count the call.
+        """Return why the rows of an input are not known, or None; count the call under `key`.
 
-        Args:
-            spread: of the rows, if the layout has one.
-            layout: of the input.
-            key: of the count.
-            allowed: calls of a module with text alone.
+        `spread` is that of the rows, if the layout has one; `allowed` are the calls of a module
+        with text alone.
         """
         # An untried input counts even if the layout knows the form: images may have that form.
         reason = layout.reason if spread is None else None
@@ -84,10 +69,8 @@ def uses_one_slot(
 ) -> bool:
     """Return whether rows have the same adapters, or none, in modules that see the same input.
 
-    Args:
-        touched: paths of the modules that the adapters of each number touch.
-        row_slots: number in `Choices` of every row, which is a slot unless it is a blend.
-        paths: of the modules.
+    `touched` has the paths of the modules that the adapters of each number touch. `row_slots` has
+    the number in `Choices` of every row, which is a slot unless it is a blend.
     """
     slots = {*row_slots}
     return len(slots) == 1 or all(touched[slot].isdisjoint(paths) for slot in slots)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_backends.adapters import AdapterPool
 from lora_backends.dispatch.repeats import NO_REPEATS, Repeats
@@ -35,11 +35,8 @@ class Joined(NamedTuple):
 class ModelCall:
     """The adapters of one call of a model, as its hooks see them.
 
-    By itself it is a call of no model: every hook leaves its module's output alone.
-
-    Args:
-        model: key of the model.
-        pool: of the adapters; None for a call without any.
+    By itself it is a call of no model: every hook leaves its module's output alone. `pool` is None
+    for a call without adapters.
     """
 
     def __init__(self, model: str = "", pool: AdapterPool | None = None) -> None:
@@ -74,7 +71,7 @@ class ModelCall:
         """Return the plan for an input of `shape` (without its last axis), of modules."""
         raise AssertionError("this call has no model")
 
-    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
+    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Tensor:
         """Return the slot of each position of such an input, on the CPU."""
         raise AssertionError("this call replaces no modules")
 
@@ -83,13 +80,8 @@ class ModelCall:
         raise AssertionError("this call trains nothing")
 
     def add(
-        self,
-        site: ModuleSite,
-        layout: Layout,
-        module: nn.Module,
-        x: torch.Tensor,
-        output: torch.Tensor,
-    ) -> torch.Tensor | None:
+        self, site: ModuleSite, layout: Layout, module: nn.Module, x: Tensor, output: Tensor
+    ) -> Tensor | None:
         """Return a module's output with LoRA, as a node of autograd's graph; None: as it is."""
         raise AssertionError("this call trains nothing")
 
@@ -115,9 +107,9 @@ class SiblingOutputs:
     """Outputs that a leader has computed for its siblings, until they are called."""
 
     group: Group
-    x: torch.Tensor  # the input that they belong to, this very tensor
+    x: Tensor  # the input that they belong to, this very tensor
     version: int  # of x: counts changes in place; less than 0 in a traced program
-    outputs: list[torch.Tensor | None]  # with LoRA, of the group; None: the sibling was called
+    outputs: list[Tensor | None]  # with LoRA, of the group; None: the sibling was called
     left: int  # siblings that have not been called
 
 
@@ -156,13 +148,11 @@ def running(call: ModelCall) -> Iterator[None]:
 
 @contextmanager
 def open_block(call: ModelCall) -> Iterator[None]:
-    """Let the forward passes of this thread belong to `call`.
-
-    Meanwhile `check_thread` refuses a thread that runs the model without a call. Code such as
-    `generate_batch` starts threads that the caller does not know of, and these would compute the
-    base model's answers without an error.
-    """
+    """Let the forward passes of this thread belong to `call`."""
     # Counted, since several threads may be in blocks of the same model.
+    # Meanwhile `check_thread` refuses a thread that runs the model without a call. Code such as
+    # `generate_batch` starts threads that the caller does not know of, and these would compute the
+    # base model's answers without an error.
     with _OPEN_LOCK:
         _OPEN[call.model] = _OPEN.get(call.model, 0) + 1
     try:

@@ -42,12 +42,6 @@ def run_split(
 ) -> Any:
     """Run the batch for each of the adapters, and return each row of its own adapter's pass.
 
-    Args:
-        run: the model.
-        adapters: of all rows.
-        inputs: of all rows.
-        images: of the model.
-
     Raises:
         InvalidInputError: `adapters` is not one entry per row.
         UnsupportedInputError: an input that a pass may change, or an output whose rows are not
@@ -71,20 +65,12 @@ def run_split(
 
 
 def accepted(run: Run, count: int, inputs: Mapping[str, Any], images: Images) -> bool:
-    """Return whether `run_split` takes these inputs and the model's outputs for them.
-
-    It runs one pass, without adapters. Outputs that only equality would allow count as refused.
-
-    Args:
-        run: the model.
-        count: of rows.
-        inputs: of all rows.
-        images: of the model.
-    """
+    """Return whether `run_split` takes these inputs of `count` rows and the outputs for them."""
     try:
         output = _pass(run, None, count, inputs)
     except Exception:  # whatever a model of any author raises
         return False
+    # outputs that only equality would allow count as refused
     return all(
         isinstance(value, _PLAIN)
         or name in ENCODERS
@@ -145,15 +131,7 @@ def _joined(
     inputs: Mapping[str, Any],
     images: Images,
 ) -> Any:
-    """Return an output of all rows.
-
-    Args:
-        name: of the output.
-        parts: the output of each pass.
-        owners: the pass of each row.
-        inputs: of all rows.
-        images: of the model.
-    """
+    """Return an output of all rows, from that of each pass; `owners` has the pass of each row."""
     # Values that no adapter changes need no rows: positions or masks for instance.
     if all(_same(part, parts[0]) for part in parts):
         return parts[0]

@@ -37,13 +37,11 @@ class Place:
         self._bias_size = 0 if self._bias is None else self._bias.numel()
 
     def is_kept_by(self, module: nn.Module) -> bool:
-        """Return whether `module` is the one, its parameters contiguous, uncut and not moved.
-
-        A copy of the module is not: it has parameters of its own.
-        """
+        """Return whether `module` is the one, its parameters contiguous, uncut and not moved."""
         holder, weight, bias = self._holder, self._weight, self._bias
         get = holder.get
         return (
+            # a copy of the module has parameters of its own
             module._parameters is holder
             and get("weight") is weight
             and get("bias") is bias

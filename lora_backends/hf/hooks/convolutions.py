@@ -23,10 +23,8 @@ from lora_backends.hf.layout.sites import ModuleSite
 def convolution_hook(served: Served, site: ModuleSite, add: Callable[..., torch.Tensor]) -> Hook:
     """Return the hook that adds the running call's LoRA to the output of one convolution.
 
-    Args:
-        served: the data that all hooks of a wrapper share.
-        site: the module; its input is [rows, channels, height, width].
-        add: function that adds LoRA to y, made by `adder` for `run_linear`.
+    Its input is [rows, channels, height, width]; `add` adds LoRA to y, made by `adder` for
+    `run_linear`.
     """
     model, layout = served.model, served.layouts[site.path]
     path, paths = site.path, (site.path,)
@@ -59,13 +57,9 @@ CONTIGUOUS = torch.contiguous_format
 def patches_of(module: nn.Conv2d, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Return the input patch of every output position.
 
-    Args:
-        module: a convolution with zero padding, one group and no dilation.
-        x: [rows, channels, height, width], its input.
-        output: [rows, out_channels, output height, output width].
-
-    Returns:
-        [rows, output height, output width, channels * kernel height * kernel width], contiguous.
+    The convolution has zero padding, one group and no dilation. x is [rows, channels, height,
+    width], its output [rows, out_channels, output height, output width]; the result is contiguous,
+    [rows, output height, output width, channels * kernel height * kernel width].
     """
     if module.kernel_size == (1, 1) and module.padding == (0, 0):
         high, wide = module.stride

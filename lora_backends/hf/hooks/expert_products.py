@@ -120,11 +120,9 @@ def _by_pairs(
     additions: Additions,
     product: Callable[[str, torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:
-    """Run the forward of experts with `product` for its two matrix products.
-
-    `product` takes a parameter's name, rows, and the pairs of each row. It returns a row per pair.
-    """
+    """Run the forward of experts with `product` for its two matrix products."""
     up, down = parameter_names(module)
+    # it takes a parameter's name, rows, and the pairs of each row, and returns a row per pair
     pre = product(up, x, ids.shape[1])
     additions.add_up(x, pre)
     act = activated(module, pre)
@@ -146,11 +144,7 @@ if hasattr(moe, "_grouped_linear"):
 
 
 def forward_of(path: str, module: Experts) -> Forward:
-    """Return the function that follows the implementation a module's configuration names now.
-
-    Raises:
-        UnsupportedInputError: there is none.
-    """
+    """Return the function for the implementation that a module's configuration names now."""
     name = module.config._experts_implementation
     forward = FORWARDS.get("eager" if name is None else name)
     if forward is None:

@@ -60,13 +60,7 @@ class ExpertSite:
 def find_experts(
     base: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, ExpertSite]:
-    """Return every module of stacked experts by its path.
-
-    Args:
-        base: a Transformers model.
-        dtype: the dtype of the stacked adapters.
-        device: their device.
-    """
+    """Return every module of stacked experts by its path, for stacks of this dtype and device."""
     sites = {}
     for path, module in base.named_modules():
         held = module._parameters
@@ -139,11 +133,8 @@ class _Nothing:
 
 @torch.no_grad()
 def _failed_trial(module: Any) -> str | None:
-    """Return why a module's own eager forward computes something else than ours, or None.
-
-    A class may have a forward of its own kind, a later version of Transformers another flag.
-    Large inputs reach activations that are cut off.
-    """
+    """Return why a module's own eager forward computes something else than ours, or None."""
+    # a class may have a forward of its own kind, a later version of Transformers another flag
     twin: Any = twin_of(module)[0]
     weight = module.down_proj
     width = weight.shape[2 if module.is_transposed else 1]
@@ -201,10 +192,7 @@ class _Deltas:
 
 
 def experts_forward(served: Served, site: ExpertSite) -> Callable[..., torch.Tensor]:
-    """Return the `forward` of a module of experts.
-
-    It takes the module, hidden states [tokens, hidden], ids and weights [tokens, top_k].
-    """
+    """Return the `forward` of a module of experts, of x [tokens, hidden], ids and weights."""
     model, backend, layout = served.model, served.backend, served.layouts[site.path]
     plain, paths = type(site.module).forward, site.paths
     names = _arguments(plain)
@@ -238,11 +226,7 @@ def experts_forward(served: Served, site: ExpertSite) -> Callable[..., torch.Ten
 
 
 def refuse_training(call: ModelCall, paths: Sequence[str]) -> None:
-    """Refuse a call that trains adapters if one of its batch adapts experts or a router.
-
-    Raises:
-        UnsupportedInputError: one does.
-    """
+    """Raise UnsupportedInputError if a trained adapter of the batch adapts experts or a router."""
     if call.touches(paths):
         raise UnsupportedInputError(
             f"an adapter of a batch that is trained adapts {' and '.join(paths)}, whose LoRA has "

@@ -29,23 +29,15 @@ from lora_backends.hf.layout.sites import ModuleSite
 
 
 class Hooked:
-    """The hooks of one wrapper on its base model.
-
-    Args:
-        served: key, backend and layouts.
-        sites: modules that an adapter may touch, by path; those of routers included.
-        experts: stacked parameters of experts, by path.
-        routers: paths of the sites that are routers.
-        fuse: whether modules with one input are joined.
-    """
+    """The hooks of one wrapper on its base model."""
 
     def __init__(
         self,
         served: Served,
-        sites: Mapping[str, ModuleSite],
-        experts: Mapping[str, ExpertSite],
+        sites: Mapping[str, ModuleSite],  # that adapters may touch, routers included
+        experts: Mapping[str, ExpertSite],  # stacked parameters, by path
         routers: Mapping[str, ModuleSite],
-        fuse: bool,
+        fuse: bool,  # join modules with one input
     ) -> None:
         self._served = served
         self._sites, self._experts, self._routers = sites, experts, routers
@@ -62,17 +54,11 @@ class Hooked:
         self._closed = False
 
     def register(self, base: nn.Module, begin: Callable[..., None]) -> None:
-        """Hook every module that an adapter may touch, and the start of a forward pass.
-
-        All of them from the start: a compiled program would not notice hooks that come later.
-
-        Args:
-            base: the model.
-            begin: announces a forward pass.
-        """
+        """Hook every module that an adapter may touch, and the start of a forward pass."""
         self.handles.append(base.register_forward_pre_hook(begin, with_kwargs=True))
         self.handles.append(base.register_forward_hook(end_hook))
         try:
+            # all of them from the start: a compiled program would not notice hooks that come later
             self._add()
         except BaseException:  # no memory to join weights, for instance
             self.remove()
@@ -80,11 +66,7 @@ class Hooked:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the model attached while the block runs.
-
-        Raises:
-            InvalidInputError: as `check`.
-        """
+        """Keep the model attached while the block runs."""
         # An object per block, since one thread may be in several.
         user = object()
         try:
@@ -96,11 +78,7 @@ class Hooked:
             self._users.discard(user)  # one step: an interrupt leaves nothing in use
 
     def check(self) -> None:
-        """Refuse a model that was detached.
-
-        Raises:
-            InvalidInputError: `close` was called.
-        """
+        """Raise InvalidInputError for a model that was detached."""
         if self._closed:
             raise InvalidInputError(
                 "this MultiLoRAModel was detached from its base model\n"
@@ -108,11 +86,7 @@ class Hooked:
             )
 
     def close(self) -> None:
-        """Refuse every later use of the hooks.
-
-        Raises:
-            InvalidInputError: the hooks are in use. Nothing has changed.
-        """
+        """Refuse every later use of the hooks; InvalidInputError while they are in use."""
         with self._lock:
             if self._users:
                 raise InvalidInputError(
@@ -131,22 +105,13 @@ class Hooked:
             group.part()
 
     def drop_moved(self) -> int:
-        """Drop groups whose weights were moved, and return how many are left.
-
-        Compiled programs run the modules of dropped groups alone. Eager passes drop a group
-        themselves when they meet it.
-        """
+        """Drop groups whose weights were moved, and return how many are left."""
+        # compiled programs run the modules of dropped groups alone; eager passes drop a group
+        # themselves when they meet it
         return sum([group.are_joined() for group in self.groups])
 
     def check_unmoved(self, groups: int) -> None:
-        """Refuse the results of compiled programs if weights of a group were moved meanwhile.
-
-        Args:
-            groups: how many were joined before the programs ran.
-
-        Raises:
-            InvalidInputError: fewer are joined now.
-        """
+        """Raise InvalidInputError if fewer groups are joined than before compiled programs ran."""
         if self.drop_moved() != groups:
             raise InvalidInputError(
                 "weights of the base model were moved or replaced, and a compiled program may have "

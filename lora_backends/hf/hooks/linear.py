@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_backends.backend import LoRABackend
 from lora_backends.dispatch.any_axes import over_rows
@@ -23,7 +22,7 @@ from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.structure import Structure
 from lora_backends.weights import LoRAWeights
 
-Hook = Callable[[nn.Module, tuple[Any, ...], torch.Tensor], torch.Tensor | None]
+Hook = Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor | None]
 
 
 class Served(NamedTuple):
@@ -36,23 +35,12 @@ class Served(NamedTuple):
 
 def begin_hook(
     model: str,
-    structure: Structure,
-    main_input: str,
-    forward: Callable[..., Any],
-    attention: Attention,
+    structure: Structure,  # calls check it themselves, blocks of `using` do it here
+    main_input: str,  # the first argument's name
+    forward: Callable[..., Any],  # of the base model
+    attention: Attention,  # passes that it cannot run are refused
 ) -> Callable[..., None]:
-    """Return the hook that announces a forward pass of the base model to the running call.
-
-    Args:
-        model: whose calls it serves.
-        structure: of the base model. Calls check it themselves, blocks of `using` do it here.
-        main_input: name of the base model's first argument.
-        forward: of the base model.
-        attention: of the base model; passes that it cannot run are refused.
-
-    Returns:
-        A forward pre-hook with keyword arguments.
-    """
+    """Return the pre-hook that announces a forward pass of the base model to the running call."""
     names = _positional(forward, main_input)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -116,18 +104,13 @@ def end_hook(*_: Any) -> None:
         RUNNING.repeats = NO_REPEATS
 
 
-def lora_hook(served: Served, site: ModuleSite, add: Callable[..., torch.Tensor]) -> Hook:
-    """Return the hook that adds the running call's LoRA to the output of one module.
-
-    `add` is `adder` of its `run_linear`, the same for all modules.
-    """
+def lora_hook(served: Served, site: ModuleSite, add: Callable[..., Tensor]) -> Hook:
+    """Return the hook that adds the running call's LoRA to the output of one module by `add`."""
     model, backend, layout = served.model, served.backend, served.layouts[site.path]
     path, paths, width = site.path, (site.path,), site.spec.out_features
     is_embedding = site.spec.kind == "embedding"
 
-    def add_lora(
-        module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
-    ) -> torch.Tensor | None:
+    def add_lora(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         call = RUNNING.call
         if call.model != model:
             if call.trains == model:
@@ -151,52 +134,38 @@ def lora_hook(served: Served, site: ModuleSite, add: Callable[..., torch.Tensor]
     return add_lora
 
 
-def first_argument(args: tuple[Any, ...], called: str) -> torch.Tensor:
+def first_argument(args: tuple[Any, ...], called: str) -> Tensor:
     """Return the input of a module or router, or refuse a call by name."""
     if not args:
         raise UnsupportedInputError(
             f"{called} is called with arguments by name\n"
             f"  allowed: its input as the first argument by position"
         )
-    x: torch.Tensor = args[0]
+    x: Tensor = args[0]
     return x
 
 
 def add_deltas(
-    run: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    weights: LoRAWeights,
-    plan: Any,
-    y: torch.Tensor,
+    run: Callable[..., Tensor], x: Tensor, weights: LoRAWeights, plan: Any, y: Tensor
 ) -> None:
-    """Add the LoRA of each row to y by an operation of the backend.
-
-    The operation refuses several adapters per token where a layer has output_scales. A model's
-    rows have a blend or DoRA, never both (`Choices`), and scales of 1 without DoRA. So one adapter
-    after another gives their sum here, too.
-    """
+    """Add the LoRA of each row to y by an operation of the backend."""
     if weights.output_scales is None or not isinstance(plan, ManyAdaptersPlan):
         run(x, weights, plan, y)
         return
+    # The operation refuses several adapters per token where a layer has output_scales. A model's
+    # rows have a blend or DoRA, never both (`Choices`), and scales of 1 without DoRA. So one
+    # adapter after another gives their sum here, too.
     for part in plan.plans:
         run(x, weights, part, y)
 
 
-def adder(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
+def adder(backend: LoRABackend, operation: str) -> Callable[..., Tensor]:
     """Return a function that adds a layer's LoRA to y [..., out_features] by an operation."""
     return over_rows(backend, operation, partial(add_deltas, getattr(backend, operation)))
 
 
 def rows_and_length(inputs: Mapping[str, Any], main_input: str) -> tuple[int, int]:
-    """Return the rows and the tokens per row that a forward pass is given.
-
-    Args:
-        inputs: of the forward pass.
-        main_input: name of the base model's first argument.
-
-    Raises:
-        InvalidInputError: there are none.
-    """
+    """Return the rows and the tokens per row that a forward pass is given, or refuse it."""
     for key in (
         "decoder_input_ids",
         "decoder_inputs_embeds",
@@ -205,7 +174,7 @@ def rows_and_length(inputs: Mapping[str, Any], main_input: str) -> tuple[int, in
         main_input,
     ):
         tokens = inputs.get(key)
-        if isinstance(tokens, torch.Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
+        if isinstance(tokens, Tensor) and tokens.ndim >= 2 and tokens.shape[1]:
             return tokens.shape[0], tokens.shape[1]
     raise InvalidInputError(
         f"no tokens to run on\n  given: {', '.join(inputs) or 'nothing'}\n"

@@ -42,14 +42,9 @@ def multiplies_bases(backend: LoRABackend, rows: int) -> bool:
 def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torch.Tensor]:
     """Return a function that computes a linear layer and adds its LoRA by an operation.
 
-    Args:
-        backend: that adds the LoRA.
-        operation: `run_linear`; `run_qkv` or `run_gate_up` for a group of modules.
-
-    Returns:
-        A function of the call, whether torch traces it, x [..., in_features], the LoRA's weights,
-        the plan, the base weight [out_features, in_features] and its bias or None. It returns y
-        [..., out_features].
+    It takes the call, whether torch traces it, x [..., in_features], the LoRA's weights, the plan,
+    the base weight [out_features, in_features] and its bias or None, and returns y [...,
+    out_features].
     """
     add = adder(backend, operation)
 
@@ -101,10 +96,7 @@ def _overlapped(
     plan: Any,
     in_turn: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """Return y by `run_with_base` if a graph captures the call and it takes it, else by `in_turn`.
-
-    A capture cannot compile, so the first call outside of one compiles what a graph launches.
-    """
+    """Return y by `run_with_base` if a graph captures the call and it takes it, or `in_turn`."""
     if is_capturing(x.device):
         y = backend.run_with_base(as_rows(x), weight, bias, weights, plan)
         return in_turn() if y is None else y.view(*x.shape[:-1], y.shape[-1])
@@ -112,6 +104,7 @@ def _overlapped(
     # Kept on the plan, so that it is freed with it.
     compiled = vars(plan).setdefault(_COMPILED, set())
     key = weights.handle, x.shape, getattr(plan, "active_slots", 0)  # the kernels depend on these
+    # a capture cannot compile: the first call outside of one compiles what a graph launches
     if key not in compiled:
         compiled.add(key)
         backend.run_with_base(as_rows(x), weight, bias, weights, plan)

@@ -81,14 +81,7 @@ class _Adding(_AtProduct):
 def find_routers(
     base: nn.Module, experts: Iterable[str], dtype: torch.dtype, device: torch.device
 ) -> dict[str, ModuleSite]:
-    """Return the modules beside experts that multiply by a weight and choose, by their paths.
-
-    Args:
-        base: a Transformers model.
-        experts: paths of modules of experts.
-        dtype: the dtype of the stacked adapters.
-        device: their device.
-    """
+    """Return the modules beside `experts` that multiply by a weight and choose, by their paths."""
     sites = {}
     for path in experts:
         parent, dot, _ = path.rpartition(".")
@@ -126,11 +119,7 @@ def _refusal(
 
 @torch.no_grad()
 def _failed_trial(module: nn.Module, block: nn.Module) -> str | None:
-    """Return why a router is more than one product with its weight, or None.
-
-    What it takes besides its input, a correction of the scores for instance, the block holds under
-    the same name.
-    """
+    """Return why a router is more than one product with its weight, or None."""
     twin: Any = twin_of(module)[0]
     weight: Any = module._parameters["weight"]
     generator = torch.Generator("cpu").manual_seed(0)
@@ -139,6 +128,7 @@ def _failed_trial(module: nn.Module, block: nn.Module) -> str | None:
     noting = _Noting(x, weight)
     parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
     try:
+        # a correction of the scores for instance, which the block holds under the same name
         others = [getattr(block, p.name) for p in parameters if p.default is p.empty]
         with noting:
             type(module).forward(twin, x, *others)

@@ -39,10 +39,8 @@ TRACED = -1
 class Siblings:
     """Linear modules of one parent that a leader may run, once they are joined.
 
-    Args:
-        paths: of the modules, the leader's first, in the order of the slices.
-        modules: with weights of one width, dtype and device; all have a bias, or none has.
-        operation: of the interface.
+    `paths` has the leader's first, in the order of the slices. The weights have one width, dtype
+    and device; all modules have a bias, or none has.
     """
 
     def __init__(
@@ -60,8 +58,7 @@ class Siblings:
     def join(self, joined: dict[str, Joined]) -> None:
         """Lay the modules' weights out as one, and their biases; their values stay.
 
-        Args:
-            joined: of all groups, by the leader's path; this one is in it while it is joined.
+        The group adds itself to `joined`, which has all joined groups by the leader's path.
         """
         weight = self._join("weight")
         assert weight is not None  # every nn.Linear has one
@@ -156,11 +153,8 @@ def leader_forward(
 ) -> Callable[..., torch.Tensor]:
     """Return the leader's `forward`, a function of the module and its input.
 
-    Args:
-        served: the wrapper's.
-        group: the leader and its siblings.
-        run: `linear_with_lora` of the group's operation, the same for all groups.
-        alone: the leader's hook where it runs without the others.
+    `run` is `linear_with_lora` of the group's operation, the same for all groups; `alone` is the
+    leader's hook where it runs without the others.
     """
     model, backend, layout = served.model, served.backend, served.layouts[group.paths[0]]
     paths, widths, operation = group.paths, group.widths, stored_as(backend, group.operation)
@@ -239,13 +233,11 @@ def leader_forward(
 
 
 def _columns(y: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
-    """Return the columns of every module.
-
-    On a CPU they are copied: there torch's activations round the ends of strided rows differently
-    from the ends of contiguous ones.
-    """
+    """Return the columns of every module."""
     # Views: on a GPU the outputs share one buffer.
     columns = torch.split_with_sizes(y, widths, -1)
+    # on a CPU torch's activations round the ends of strided rows in another way than contiguous
+    # ones
     return tuple(c.contiguous() for c in columns) if y.is_cpu else columns
 
 
@@ -254,11 +246,7 @@ def sibling_forward(
 ) -> Callable[..., torch.Tensor]:
     """Return a sibling's `forward`: it returns the output that the leader kept, or runs alone.
 
-    Args:
-        model: key of the wrapper.
-        group: the sibling and its leader.
-        index: of the sibling in the group, whose leader has 0.
-        alone: the sibling's hook where it runs alone.
+    `index` is its place in the group, whose leader has 0; `alone` is its hook where it runs alone.
     """
     place = group.places[index]
 
@@ -295,11 +283,7 @@ def linear_forward(
 ) -> Callable[..., torch.Tensor]:
     """Return a `forward` that does the same as a hook, in less time than torch's hooks take.
 
-    Args:
-        served: the wrapper's.
-        site: a plain linear module.
-        run: `linear_with_lora` of `run_linear`, the same for all modules.
-        alone: its hook.
+    `run` is `linear_with_lora` of `run_linear`, the same for all modules; `alone` is the hook.
     """
     model, backend, layout = served.model, served.backend, served.layouts[site.path]
     path, paths, operation = site.path, (site.path,), stored_as(backend, "run_linear")

@@ -35,8 +35,6 @@ def note(x: torch.Tensor) -> None:
 
 
 def is_unchanged(x: torch.Tensor) -> bool:
-    """Return whether x, of the same traced program, is unchanged since it was noted.
-
-    False after a break of the program, whose next part is traced with other tensors.
-    """
+    """Return whether x, of the same traced program, is unchanged since it was noted."""
+    # False after a break of the program, whose next part is traced with other tensors
     return bool(_note(x, False).shape[0])

@@ -80,10 +80,7 @@ layer's parts from the parent and the layer's number of output columns."""
 def parts_of(parent: nn.Module, name: str, width: int) -> Parts:
     """Return the projections inside a linear layer; () if it is not fused, or their order unknown.
 
-    Args:
-        parent: the module that holds the layer.
-        name: of the layer in it.
-        width: number of the layer's output columns.
+    `parent` holds the layer as `name`; it has `width` output columns.
     """
     kind = type(parent)
     find = KNOWN.get((kind.__name__, name))

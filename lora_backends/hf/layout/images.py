@@ -56,9 +56,7 @@ STATES = ("cache", "cache_params", "state", "mems")
 class Images:
     """The rows of the images in one base model's passes.
 
-    Args:
-        config: of the base model, or None.
-        tried: the input that the trial passes of the model give (`hf/layout/trial.py`).
+    `tried` is the input that the trial passes of the model give (`hf/layout/trial.py`).
     """
 
     def __init__(self, config: Any, tried: str = "input_ids") -> None:
@@ -77,14 +75,9 @@ class Images:
         return self._modules is not None and part in self._modules.parts
 
     def untried(self, inputs: Mapping[str, Any]) -> tuple[str, bool] | None:
-        """Return the first input that no trial pass gave, and whether the tried one is missing.
-
-        Images, sound and the like may reach modules that text reaches, too: an embedding of the
-        codes of images for instance, which may be as many as the rows.
-
-        Args:
-            inputs: of the base model.
-        """
+        """Return the first input that no trial pass gave, and whether the tried one is missing."""
+        # images and sound may reach modules that text reaches, too: an embedding of the codes of
+        # images for instance, which may be as many as the rows
         for name, value in inputs.items():
             if name in TEXT_INPUTS or name == self._tried or not _has_tensor(value):
                 continue
@@ -95,11 +88,8 @@ class Images:
     def placeholders(self, inputs: Mapping[str, Any], features: Any) -> list[int] | None:
         """Return how many placeholder tokens each row has, if `features` are one for each of all.
 
-        On a GPU this waits for the device.
-
-        Args:
-            inputs: of the base model.
-            features: [..., hidden] of the images of all rows, in order, or anything else.
+        `features` are [..., hidden] of the images of all rows, in order, or anything else. On a GPU
+        this waits for the device.
         """
         ids = inputs.get("input_ids")
         if not isinstance(ids, torch.Tensor) or not isinstance(features, torch.Tensor):
@@ -112,14 +102,8 @@ class Images:
     def elements(self, inputs: Mapping[str, Any], size: int) -> list[int] | None:
         """Return how many elements of an axis with images belong to each row, in their order.
 
-        On a GPU this waits for the device.
-
-        Args:
-            inputs: of the base model.
-            size: of the axis.
-
-        Returns:
-            Per row a number, or None where it is not known.
+        `size` is that of the axis; a row has None where it is not known. On a GPU this waits for
+        the device.
         """
         ids, pixels = inputs.get("input_ids"), inputs.get("pixel_values")
         if not isinstance(ids, torch.Tensor) or not isinstance(pixels, torch.Tensor):

@@ -66,15 +66,9 @@ class Layout:
     calls: int  # of the module in a trial pass
 
     def spread(self, shape: Sequence[int], rows: int, length: int) -> Spread | None:
-        """Return how the rows lie in an input of `shape`, without its last axis.
+        """Return how the rows lie in an input of `shape`, without its last axis, or None.
 
-        Args:
-            shape: of the input.
-            rows: of the forward pass.
-            length: tokens per row of the forward pass.
-
-        Returns:
-            The spread, or None if it is not known or forms disagree.
+        `length` are the tokens per row of the forward pass.
         """
         if length == 1 and not self.steps:
             return None
@@ -83,6 +77,7 @@ class Layout:
         for forms in (steps, [form for form in self.forms if not form.step]):
             spreads = {form.spread(shape, rows, length) for form in forms} - {None}
             if spreads:
+                # forms may disagree
                 return spreads.pop() if len(spreads) == 1 else None
         return None
 
@@ -101,11 +96,8 @@ class Untried:
     """Counts the calls of modules in a forward pass with inputs that no trial pass gave.
 
     A module that text and images reach sees as many images as rows by chance. But then it is called
-    more often than in the trial.
-
-    Args:
-        name: of the input.
-        alone: whether modules run on it without the trial's input, so that calls prove nothing.
+    more often than in the trial. `alone`: modules run on input `name` without the trial's input, so
+    that calls prove nothing.
     """
 
     def __init__(self, name: str, alone: bool) -> None:
@@ -113,12 +105,7 @@ class Untried:
         self._calls: Counter[str] = Counter()
 
     def reason_against(self, key: str, allowed: int) -> str | None:
-        """Count a call, and return why the form of its input is not known, or None.
-
-        Args:
-            key: of what is counted.
-            allowed: calls in the trial.
-        """
+        """Count a call, of `allowed` in the trial; return why its form is unknown, or None."""
         self._calls[key] += 1
         if self._alone:
             return f"{self._name} may reach it without token ids"
@@ -129,22 +116,13 @@ class Untried:
 
 def unknown_rows(
     path: str,
-    shape: Sequence[int],
+    shape: Sequence[int],  # without the last axis
     rows: int,
     length: int,
-    reason: str,
-    per_token: bool = False,
+    reason: str,  # "": only the shape is unknown
+    per_token: bool = False,  # the adapters of a row differ by token
 ) -> UnknownRowsError:
-    """Return the error for an input whose positions cannot be assigned to rows or tokens.
-
-    Args:
-        path: of the module.
-        shape: of its input without the last axis.
-        rows: of the forward pass.
-        length: tokens of each row.
-        reason: why; "" if only the shape is unknown.
-        per_token: whether the adapters of a row differ by token.
-    """
+    """Return the error for an input whose positions cannot be assigned to rows or tokens."""
     cure = "split the batch by adapter"
     if per_token:  # splitting does not help a row with several adapters
         cure = "give all rows of a call one entry, the same for each"

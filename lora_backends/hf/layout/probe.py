@@ -22,7 +22,7 @@ from lora_backends.hf.calls.running import IDLE, running
 from lora_backends.hf.layout.layout import InputForm, Layout, Order, Spread
 from lora_backends.hf.layout.sharded import gather_for
 from lora_backends.hf.layout.sites import ModuleSite
-from lora_backends.hf.layout.trial import LENGTH, SHARED, Trial, trial_of
+from lora_backends.hf.layout.trial import LENGTH, SHARED, TrialInputs, trial_of
 from lora_backends.hf.layout.twin import twin_of
 
 PAIR, BATCH = ("a", "d"), ("a", "b", "a", "a", "ac", "b")
@@ -53,17 +53,12 @@ class _Seen:
 
 
 def probe(
-    base: nn.Module, sites: Mapping[str, ModuleSite], trial: Trial | None = None
+    base: nn.Module, sites: Mapping[str, ModuleSite], trial: TrialInputs | None = None
 ) -> dict[str, Layout]:
-    """Return the layout of the batch's rows in the input of every site.
+    """Return the layout of the batch's rows in the input of every site, by path.
 
-    Args:
-        base: a model; it is not changed, and its hooks do not run.
-        sites: path to module.
-        trial: inputs; None takes those of a Transformers model.
-
-    Returns:
-        Path to layout. Nothing is known where the model does not run on the inputs.
+    The model is not changed, and its hooks do not run. A `trial` of None takes the inputs of a
+    Transformers model. Nothing is known where the model does not run on the inputs.
 
     Raises:
         UnsupportedInputError: as `gather_for`.
@@ -115,12 +110,14 @@ class _Passes:
         self.seen: dict[str, list[_Seen]] = defaultdict(list)  # path to inputs in the batch
         self.step_failure = ""  # why there is no decode step
         self._pairs: dict[str, list[torch.Tensor]] = defaultdict(list)  # and inputs in the pair
-        self._trial: Trial | None = None
+        self._trial: TrialInputs | None = None
         self._length: int | None = None  # tokens per row of the pass that runs
         self._is_step = False
 
     @torch.no_grad()
-    def run(self, base: nn.Module, sites: Mapping[str, ModuleSite], trial: Trial | None) -> None:
+    def run(
+        self, base: nn.Module, sites: Mapping[str, ModuleSite], trial: TrialInputs | None
+    ) -> None:
         """Run a model without its hooks, and in eval mode."""
         trial = self._trial = trial_of(base) if trial is None else trial
         twin, twins = twin_of(base)
@@ -135,7 +132,7 @@ class _Passes:
                 for handle in handles:
                     handle.remove()
 
-    def _run(self, twin: nn.Module, trial: Trial, rows: Sequence[str]) -> None:
+    def _run(self, twin: nn.Module, trial: TrialInputs, rows: Sequence[str]) -> None:
         self._length, self._is_step = trial.length, False
         output = twin(**trial.prompt(rows))
         self._length, self._is_step = None if trial.length is None else 1, True
@@ -184,13 +181,10 @@ def _noting(path: str, site: ModuleSite, note: Any) -> Any:
 
 
 def _see(x: torch.Tensor, pair: torch.Tensor, length: int | None, step: bool) -> _Seen:
-    """Return the forms that the values of an input agree with.
+    """Return the forms that the values of an input agree with, in the batch and in the pair.
 
-    Args:
-        x: input in the batch.
-        pair: input in the pair.
-        length: tokens per row, or None for images, sound and encoder-decoders.
-        step: whether the pass follows another one.
+    `length` are the tokens per row, None for images, sound and encoder-decoders; `step` says that
+    the pass follows another one.
     """
     shape = tuple(x.shape[:-1])
     forms, in_order = [], length is not None
@@ -229,9 +223,8 @@ def _rows(x: torch.Tensor, form: InputForm, rows: int, length: int) -> torch.Ten
 def _shows_pattern(rows: torch.Tensor, first: torch.Tensor) -> bool:
     """Return whether rows are equal and unequal as their tokens are.
 
-    Args:
-        rows: [rows of the batch, positions, features].
-        first: the first of them in a pass with other rows.
+    rows [rows of the batch, positions, features]; `first` is the first of them in a pass with
+    others.
     """
     if first.shape != rows.shape[1:]:
         return False

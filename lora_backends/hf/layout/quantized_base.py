@@ -15,13 +15,10 @@ from lora_backends.layer_weights import DTYPES
 
 
 def is_plain(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Return whether a tensor holds values: floats of 16 bits or more, of no package's own class.
-
-    bitsandbytes may keep its bits in a float dtype (`bnb_4bit_quant_storage`); the class of the
-    parameter then tells.
-    """
+    """Return whether a tensor holds values: floats of 16 bits or more, of torch's own class."""
     return (
         tensor is not None
+        # bitsandbytes may keep its bits in a float dtype (`bnb_4bit_quant_storage`)
         and type(tensor) in (torch.Tensor, nn.Parameter)
         and type(tensor.data) is torch.Tensor
         and tensor.dtype in DTYPES
@@ -30,11 +27,9 @@ def is_plain(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
 
 
 def packed_size(module: nn.Module) -> tuple[int, int] | None:
-    """Return in_features and out_features of a layer with a packed weight, or None.
-
-    Such a layer, e.g. hqq's `HQQLinear`, need be no `nn.Linear`. It holds bits, and no plain
-    weight: any other class with sizes may compute anything.
-    """
+    """Return in_features and out_features of a layer with a packed weight, or None."""
+    # Such a layer, e.g. hqq's `HQQLinear`, need be no `nn.Linear`. Any other class with sizes may
+    # compute anything.
     if not _holds_bits(module):
         return None
     # Packages of quantisation name the sizes differently.
@@ -58,10 +53,7 @@ def embedding_size(module: nn.Module | None) -> tuple[int, int] | None:
 
 
 def dequantized(module: Any) -> torch.Tensor | None:
-    """Return the values of a quantised weight as the plain layer has them, or None if unknown.
-
-    They are those that PEFT takes for DoRA.
-    """
+    """Return the values of a quantised weight that PEFT takes for DoRA, or None if unknown."""
     weight: Any = getattr(module, "weight", None)
     if hasattr(module, "W_q"):  # hqq
         values = module.dequantize()

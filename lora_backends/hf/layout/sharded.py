@@ -74,12 +74,9 @@ def _spread_otherwise(base: nn.Module) -> str | None:
 
 
 def gather_for(twins: Mapping[nn.Module, nn.Module]) -> None:
-    """Let the twins of sharded modules gather the weights for their forward passes.
+    """Let the twins of all sharded modules of a model gather the weights for their forward passes.
 
     Every process of the model has to run them.
-
-    Args:
-        twins: of all modules of a model.
 
     Raises:
         UnsupportedInputError: from the hooks, where gathered weights have another dtype.

@@ -43,14 +43,8 @@ def find_sites(
 ) -> dict[str, ModuleSite]:
     """Return every Linear, Conv1D and Embedding of `base`, quantised or not, by its path.
 
-    Args:
-        base: a Transformers causal language model.
-        dtype: the dtype of the stacked weights.
-        device: their device.
-        convolutions: whether to include every Conv2d.
-
-    Returns:
-        Path to site, in the order of `named_modules`.
+    They come in the order of `named_modules`, for stacks of this dtype and device; `convolutions`
+    includes every Conv2d.
     """
     # Other embeddings take positions or types, not tokens of rows.
     token_embedding = token_embedding_of(base)
@@ -132,11 +126,8 @@ def check_start(
 ) -> None:
     """Refuse PiSSA and OLoRA where LoRA cannot take their start off the base weight.
 
-    Args:
-        checkpoint: of the adapter.
-        sites: of the base model.
-        unreached: paths that the model was not seen to call, as the `out_proj` of torch's
-            `MultiheadAttention`: PEFT's change of a weight acts there, and its LoRA does not.
+    `unreached` are paths that the model was not seen to call, as the `out_proj` of torch's
+    `MultiheadAttention`: PEFT's change of a weight acts there, and its LoRA does not.
 
     Raises:
         UnsupportedInputError: the weight is quantised, so the start is a part of other weights, or

@@ -26,9 +26,6 @@ class Structure:
     """Notices that a base model is in training mode, was converted, or lacks modules it had.
 
     The checks run before every call with adapters, so they are few calls of C code.
-
-    Args:
-        base: the model.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -51,11 +48,7 @@ class Structure:
         self._form = _form(self._parameters.get(self._name))
 
     def check_modules(self) -> None:
-        """Refuse a model that lacks modules it had.
-
-        Raises:
-            InvalidInputError: a module was replaced or removed.
-        """
+        """Raise InvalidInputError if a module was replaced or removed."""
         if self._holders != self._children:  # modules compare by identity
             self._refuse_replaced()
 

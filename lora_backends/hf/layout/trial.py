@@ -31,7 +31,7 @@ FRAMES = 8
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialInputs:
     """The passes of one model.
 
     Its modules see tokens of text where `length` is not None: a flat axis may have all of them.
@@ -51,10 +51,8 @@ class Trial:
         } | dict(self.flags)
 
     def fixed_random_numbers(self) -> AbstractContextManager[None]:
-        """Give each block the same random numbers, and restore the caller's generator after it.
-
-        Some models draw random numbers in eval mode.
-        """
+        """Give each block the same random numbers, and restore the caller's generator after it."""
+        # some models draw random numbers in eval mode
         device = next(iter(next(iter(self.values.values())).values())).device
         return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
@@ -77,7 +75,7 @@ class Trial:
         return step
 
 
-def trial_of(base: nn.Module) -> Trial:
+def trial_of(base: nn.Module) -> TrialInputs:
     """Return the trial passes of a model.
 
     Raises:
@@ -96,7 +94,7 @@ def trial_of(base: nn.Module) -> Trial:
         values[main] = {row: ids[:LENGTH] for row, ids in tokens.items()}
         if not decodes:
             values["next input_ids"] = {row: ids[LENGTH:] for row, ids in tokens.items()}
-            return Trial(LENGTH, values, flags, parameters)
+            return TrialInputs(LENGTH, values, flags, parameters)
         eos = getattr(config, "eos_token_id", None)
         if isinstance(eos, int):  # a classifier reads the state of the last one
             values[main] = {
@@ -111,7 +109,7 @@ def trial_of(base: nn.Module) -> Trial:
             values["decoder_input_ids"] = {row: ids[:LENGTH] for row, ids in tokens.items()}
     if decodes:
         values["next decoder_input_ids"] = {row: ids[LENGTH:] for row, ids in tokens.items()}
-    return Trial(None, values, flags, parameters)
+    return TrialInputs(None, values, flags, parameters)
 
 
 def tried_input(base: nn.Module) -> str:

@@ -19,12 +19,10 @@ _LEFT_OUT = ("_compiled_call_impl", "_output_capturing_hooks_installed")
 def twin_of(base: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     """Return a model that computes the same as `base` in eval mode, and the twin of every module.
 
-    A forward pass may change a module, as BigBird's does with its kind of attention after a short
-    one, and hooks of others may have any effect. The twin changes alone and has no hooks.
-
-    Args:
-        base: a model. Tensors and whatever else its modules hold are not copied.
+    Tensors and whatever else the modules hold are not copied.
     """
+    # A forward pass may change a module, as BigBird's does with its kind of attention after a short
+    # one, and hooks of others may have any effect. The twin changes alone and has no hooks.
     twins = {module: without_hooks(module) for module in base.modules()}
     for module, twin in twins.items():
         for name, value in vars(twin).items():

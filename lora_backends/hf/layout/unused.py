@@ -20,13 +20,7 @@ _OF_MIXED = ("audio", "text", "vision", "vq")
 
 
 def unused_by(base: nn.Module) -> Callable[[str], str | None]:
-    """Return a function of a module's path, for modules that a model lacks.
-
-    It returns the reason why the model does not need the module; None: it may need it.
-
-    Args:
-        base: a Transformers model.
-    """
+    """Return a function that says why the model does not need a missing module; None: it may."""
     modules = dict(base.named_modules())
     patterns = getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ()
     config = getattr(base, "config", None)

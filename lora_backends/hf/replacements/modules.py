@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lora_backends.adapters import Checkpoint, ModuleSpec, OwnParameter, TokenRows
@@ -38,23 +38,15 @@ class Invocation:
 
 
 class Replacements:
-    """The modules of adapters that take the place of one base model's.
-
-    Args:
-        model: key of the wrapper, whose calls the hooks serve.
-        base: the model.
-        layouts: of the inputs of modules; those of further modules are added when they are needed.
-        handles: of hooks; those that are added are noted here.
-        fused: whether LoRA may be a part of a module's `forward`.
-    """
+    """The modules of adapters that take the place of one base model's."""
 
     def __init__(
         self,
         model: str,
         base: nn.Module,
-        layouts: MutableMapping[str, Layout],
-        handles: list[Any],
-        fused: bool,
+        layouts: MutableMapping[str, Layout],  # more are added when they are needed
+        handles: list[Any],  # of hooks
+        fused: bool,  # LoRA may be a part of a module's `forward`
     ) -> None:
         self._model, self._base = model, base
         self._layouts, self._handles, self._fused = layouts, handles, fused
@@ -131,13 +123,13 @@ class Replacements:
                     f"path_initial_model_for_weight_conversion"
                 )
 
-    def _values(self, checkpoint: Checkpoint) -> dict[str, dict[str, torch.Tensor]]:
+    def _values(self, checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
         """Return the parameters that differ from the base model's, by path of their module."""
         parameters = dict(checkpoint.own.parameters)
         for path, weight in checkpoint.base_weights.items():
             parameters[f"{path}.weight"] = OwnParameter(weight, alone=False)
-        values: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        named: dict[tuple[str, str], torch.Tensor] = {}
+        values: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        named: dict[tuple[str, str], Tensor] = {}
         for called, parameter in parameters.items():
             module_name, _, leaf = called.rpartition(".")
             first = named.setdefault((renamed(module_name, self._modules), leaf), parameter.value)
@@ -160,7 +152,7 @@ class Replacements:
 
     def _places(
         self, checkpoint: Checkpoint, called: str, alone: bool
-    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+    ) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the modules that hold a parameter, its names there and the base's value."""
         module_name, _, name = called.rpartition(".")
         path = renamed(module_name, self._modules)
@@ -213,7 +205,7 @@ class Replacements:
         self,
         checkpoint: Checkpoint,
         path: str,
-        values: Mapping[str, torch.Tensor],
+        values: Mapping[str, Tensor],
         rows: TokenRows | None,
     ) -> Replacement:
         """Return the replacement of one module."""
@@ -232,7 +224,7 @@ class Replacements:
         made: dict[str, Any] = {"width": width, "nbytes": bytes_of(*values.values())}
         linear = isinstance(module, nn.Linear | Conv1D)
         if set(values) == {"bias"} and linear:
-            bias = cast(torch.Tensor, module.bias)
+            bias = cast(Tensor, module.bias)
             made["bias"] = values["bias"] - bias.detach()
         elif values:
             made["module"] = _copy(module, values)
@@ -245,12 +237,12 @@ class Replacements:
                     f"not 0\n  allowed: a tied head without a bias\n"
                     f"  to do: merge the adapter into a base model of its own"
                 )
-            weight = cast(torch.Tensor, module.weight)
+            weight = cast(Tensor, module.weight)
             parts = {"weight": rows.values.to(weight.device, weight.dtype)}
             made["nbytes"] += bytes_of(parts["weight"])
             made["tokens"] = torch.tensor(rows.ids, device=weight.device)
             if linear and module.bias is not None:
-                parts["bias"] = cast(torch.Tensor, module.bias).detach()[made["tokens"]]
+                parts["bias"] = cast(Tensor, module.bias).detach()[made["tokens"]]
             made["token_module"] = _copy(module, parts)
         return Replacement(**made)
 
@@ -269,21 +261,17 @@ class Replacements:
             )
 
     def _check_shapes(
-        self,
-        checkpoint: Checkpoint,
-        path: str,
-        module: nn.Module,
-        values: Mapping[str, torch.Tensor],
+        self, checkpoint: Checkpoint, path: str, module: nn.Module, values: Mapping[str, Tensor]
     ) -> int | None:
         """Return the number of outputs, where a head has others than the base's."""
         wrong = []
         for name, value in values.items():
-            base = cast(torch.Tensor, module._parameters[name])
+            base = cast(Tensor, module._parameters[name])
             if value.shape != base.shape:
                 wrong.append(f"{path}.{name}: {list(value.shape)}, the base has {list(base.shape)}")
         if not wrong:
             return None
-        base_shape = cast(torch.Tensor, module.weight).shape
+        base_shape = cast(Tensor, module.weight).shape
         weight = values.get("weight")
         sized = [n for n, p in module._parameters.items() if p is not None and n not in values]
         head = type(module) is nn.Linear and path in self._heads()
@@ -316,7 +304,7 @@ class Replacements:
     def _try(
         self,
         checkpoint: Checkpoint,
-        values: Mapping[str, Mapping[str, torch.Tensor]],
+        values: Mapping[str, Mapping[str, Tensor]],
         tokens: Mapping[str, TokenRows],
         made: Mapping[str, Replacement],
     ) -> None:
@@ -395,7 +383,7 @@ def _quantized(checkpoint: Checkpoint, path: str) -> UnsupportedInputError:
     )
 
 
-def _copy(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
+def _copy(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """Return a module that shares all but these parameters, and has no hooks."""
     copy = without_hooks(module)
     vars(copy).pop("forward", None)  # a replaced one runs the original
@@ -412,17 +400,10 @@ def _copy(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
 def replacement_hook(model: str, path: str, layout: Layout, embeds: bool, late: bool) -> Hook:
     """Return a hook that replaces rows of a module's output by those of adapters' own modules.
 
-    Args:
-        model: key of the wrapper.
-        path: of the module.
-        layout: of its input.
-        embeds: whether its input is token ids.
-        late: whether it runs after LoRA, to add biases; else before LoRA.
+    `embeds`: its input is token ids. `late`: it runs after LoRA, to add biases; else before LoRA.
     """
 
-    def replace(
-        module: nn.Module, args: tuple[Any, ...], output: torch.Tensor
-    ) -> torch.Tensor | None:
+    def replace(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         call = RUNNING.call
         rows = call.replacements.get(path) if call.model == model else None
         if rows is None:

@@ -23,15 +23,7 @@ from lora_backends.hf.layout.sites import token_embedding_of
 
 
 def check_promises(base: nn.Module, checkpoint: Checkpoint) -> None:
-    """Compare saved modules, rows of tokens and biases with the base model's modules.
-
-    Args:
-        base: the model that the adapter is for.
-        checkpoint: of the adapter.
-
-    Raises:
-        InvalidInputError: the file lacks some of them; the message names each.
-    """
+    """Raise InvalidInputError if saved modules, rows of tokens or biases are not in the file."""
     modules = dict(base.named_modules())
     missing = [
         *_saved(checkpoint, modules),
@@ -50,10 +42,6 @@ def check_unpromised(base: nn.Module, checkpoint: Checkpoint) -> None:
 
     PEFT wraps a module with LoRA or rows of tokens, and reads no tensor under its plain name. It
     loads copies beside an adapter's own tensors into the base model.
-
-    Args:
-        base: the model that the adapter is for.
-        checkpoint: of the adapter.
 
     Raises:
         UnsupportedInputError: such a tensor differs from the base model's; the message names each.

@@ -6,7 +6,7 @@ the module misses that, so an adapter is run on a trial input in both ways when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.hf.calls.running import IDLE, running
-from lora_backends.hf.layout.trial import Trial, trial_of
+from lora_backends.hf.layout.trial import TrialInputs, trial_of
 from lora_backends.hf.layout.twin import twin_of
 from lora_backends.hf.replacements.rows import ReplacedRows, Replacement, replace_rows
 
@@ -30,16 +30,10 @@ MOST_ROUNDED = 0.05
 @torch.no_grad()
 def reason_against(
     base: nn.Module,
-    parameters: Mapping[str, Mapping[str, torch.Tensor]],
-    replacements: Mapping[str, Replacement],
+    parameters: Mapping[str, Mapping[str, torch.Tensor]],  # values of their parameters, by path
+    replacements: Mapping[str, Replacement],  # of their outputs, by path
 ) -> str | None:
-    """Return why modules cannot take the place of the base's, or None.
-
-    Args:
-        base: the model; it is not changed.
-        parameters: by path of a module, the values of its parameters.
-        replacements: by path, the replacement of the module's output.
-    """
+    """Return why modules cannot take the place of the base's, or None; the base is not changed."""
     try:
         trial = trial_of(base)
         # The effect of the adapter is the scale of the tolerance.
@@ -72,7 +66,7 @@ def reason_against(
 
 
 def _run(
-    base: nn.Module, trial: Trial, change: Callable[[str, nn.Module], None]
+    base: nn.Module, trial: TrialInputs, change: Callable[[str, nn.Module], None]
 ) -> dict[str, torch.Tensor]:
     """Return the floating outputs of a changed twin of a model."""
     twin, _ = twin_of(base)
@@ -80,13 +74,8 @@ def _run(
         change(path, module)
     with running(IDLE), trial.fixed_random_numbers():
         output = twin(**trial.prompt(ROWS))
-    return dict(_tensors(output))
-
-
-def _tensors(output: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in output.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            yield name, value.float()
+    tensors = {name: x for name, x in output.items() if isinstance(x, torch.Tensor)}
+    return {name: x.float() for name, x in tensors.items() if x.is_floating_point()}
 
 
 def _hook(module: nn.Module, replacement: Replacement) -> None:

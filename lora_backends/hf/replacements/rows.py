@@ -40,16 +40,7 @@ class ReplacedRows:
 def replaced_rows(
     pool: AdapterPool, slots: Mapping[str, int], choices: Choices
 ) -> dict[str, ReplacedRows]:
-    """Return the replacements of modules for the rows of a call, by path.
-
-    Args:
-        pool: of the adapters.
-        slots: name to slot, of all adapters in the call.
-        choices: the numbers of its rows.
-
-    Raises:
-        UnsupportedInputError: a blend or a strength of an adapter with modules of its own.
-    """
+    """Return the replacements of modules for the rows of a call, by path; refuse blends of them."""
     numbers = {number for row in choices.rows for number in row}
     by_path: dict[str, dict[int, Replacement]] = {}
     for name, slot in slots.items():
@@ -84,13 +75,7 @@ def label_counts(
 ) -> list[int] | None:
     """Return the labels that each row's head gives, or None where all have the base's.
 
-    Args:
-        replacements: of the call.
-        pool: of the adapters.
-        rows: the numbers of each row, or of each of its tokens.
-
-    Raises:
-        UnsupportedInputError: tokens of a row have heads with different numbers of labels.
+    `rows` has the numbers of each row, or of each of its tokens, whose heads have equal labels.
     """
     counts = None
     for path, modules in replacements.items():
@@ -112,13 +97,9 @@ def replace_rows(
 ) -> torch.Tensor:
     """Return a module's output with the rows of adapters that have a module of their own.
 
-    Args:
-        replaced: of the module.
-        x: [positions] token ids, or [positions, in_features].
-        output: [..., out_features] of the base's module.
-        numbers: [positions] on the CPU.
-        late: whether to add biases; else to replace outputs. A bias comes after LoRA, because
-            DoRA scales what is there before it.
+    x is [positions] token ids, or [positions, in_features]; `numbers` are [positions] on the CPU.
+    `late` adds biases; else outputs are replaced. A bias comes after LoRA, because DoRA scales what
+    is there before it.
     """
     shape = output.shape
     # Contiguous, so that rows are a view, which is written in place.
@@ -178,11 +159,7 @@ def check_heads(logits: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
 
 
 def check_labels(counts: list[int] | None, as_list: bool, inputs: Mapping[str, Any]) -> None:
-    """Refuse rows with different numbers of labels, unless a list is asked for.
-
-    Raises:
-        InvalidInputError: they differ, or labels are given for heads of another size.
-    """
+    """Raise InvalidInputError for rows with different numbers of labels, unless as a list."""
     if counts is None:
         return
     if inputs.get("labels") is not None:
@@ -198,17 +175,9 @@ def check_labels(counts: list[int] | None, as_list: bool, inputs: Mapping[str, A
 
 
 def with_labels(output: Any, counts: list[int] | None, as_list: bool, rows: int) -> Any:
-    """Return a model's output with the logits of each row's own labels.
+    """Return a model's output with the logits of each row's own labels, or refuse it.
 
-    Args:
-        output: of the model.
-        counts: labels of each row; None where all have the base's.
-        as_list: whether to return a tensor for each row.
-        rows: of the batch.
-
-    Raises:
-        UnsupportedInputError: the output has no logits of these rows, or a loss, or the model
-            mixes labels.
+    `counts` are None where all rows have the base's; `as_list` returns a tensor for each row.
     """
     if counts is None and not as_list:
         return output
@@ -236,15 +205,7 @@ def with_labels(output: Any, counts: list[int] | None, as_list: bool, rows: int)
 
 
 def check_compiled(base: nn.Module, why: str) -> None:
-    """Refuse to hook modules that run as a compiled program: it would not notice.
-
-    Args:
-        base: the model.
-        why: its modules are hooked.
-
-    Raises:
-        UnsupportedInputError: the model, or a part of it, was compiled in place.
-    """
+    """Raise UnsupportedInputError for a compiled program, which would not notice hooks."""
     if any(map(_is_compiled, base.modules())):
         raise UnsupportedInputError(
             f"{why}, and the base model was compiled in place\n"

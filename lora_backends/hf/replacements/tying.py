@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_backends.adapters import Checkpoint
 from lora_backends.adapters.peft.old_names import renamed
@@ -18,11 +18,7 @@ from lora_backends.errors import UnsupportedInputError
 
 
 def check_tying(base: nn.Module, checkpoint: Checkpoint) -> None:
-    """Refuse an adapter whose tensors are not those that PEFT would compute with.
-
-    Raises:
-        UnsupportedInputError: embedding and head differ, or the model ties other modules.
-    """
+    """Raise UnsupportedInputError for tied tensors other than PEFT would compute with."""
     tying = checkpoint.own.tying
     if tying is None:
         return
@@ -72,7 +68,7 @@ def _is_plain_head(module: nn.Module | None) -> bool:
 
 def _weights(
     checkpoint: Checkpoint, modules: Mapping[str, nn.Module]
-) -> dict[str, tuple[torch.Tensor, ...]]:
+) -> dict[str, tuple[Tensor, ...]]:
     names = checkpoint.own.parameters.items()
     return {
         renamed(name.removesuffix(".weight"), modules): (parameter.value,)
@@ -80,7 +76,7 @@ def _weights(
     }
 
 
-def _matrices(checkpoint: Checkpoint) -> dict[str, tuple[torch.Tensor, ...]]:
+def _matrices(checkpoint: Checkpoint) -> dict[str, tuple[Tensor, ...]]:
     """Return A and B of every module, those of embeddings as a tied head has them."""
     return {
         path: (d.lora_b.T, d.lora_a.T) if d.kind == "embedding" else (d.lora_a, d.lora_b)
@@ -88,9 +84,7 @@ def _matrices(checkpoint: Checkpoint) -> dict[str, tuple[torch.Tensor, ...]]:
     }
 
 
-def _are_equal(
-    first: tuple[torch.Tensor, ...] | None, second: tuple[torch.Tensor, ...] | None
-) -> bool:
+def _are_equal(first: tuple[Tensor, ...] | None, second: tuple[Tensor, ...] | None) -> bool:
     if first is None or second is None:
         return False
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lora_backends.adapters import AdapterPool, Checkpoint
-from lora_backends.dispatch.gradients.recorded import SlotParameter, SlotParameters, Target
+from lora_backends.dispatch.gradients.recorded import GradientTarget, SlotParameter, SlotParameters
 from lora_backends.errors import InvalidInputError, shown
 
 _version = operator.attrgetter("_version")
@@ -38,15 +38,6 @@ class TrainedAdapter:
 
     A parameter of the stacks' dtype is a view of its slot at the true rank. One of a wider dtype is
     a master: `flush` rounds it into the slot after it has changed.
-
-    Args:
-        name: of the adapter.
-        slot: that it lies in.
-        pool: of the slot.
-        checkpoint: its values, of which masters start.
-        values: the contents of its `adapter_config.json`.
-        groups: by path of a module that shares a stack, its index among the slices.
-        dtype: of the parameters; None: the stacks'.
     """
 
     def __init__(
@@ -54,10 +45,10 @@ class TrainedAdapter:
         name: str,
         slot: int,
         pool: AdapterPool,
-        checkpoint: Checkpoint,
-        values: Mapping[str, Any],
-        groups: Mapping[str, int],
-        dtype: torch.dtype | None,
+        checkpoint: Checkpoint,  # with which masters start
+        values: Mapping[str, Any],  # of its `adapter_config.json`
+        groups: Mapping[str, int],  # the index among the slices, by path
+        dtype: torch.dtype | None,  # None: the stacks'
     ) -> None:
         self.name, self.slot, self.values = name, slot, dict(values)
         self.dropout = float(values.get("lora_dropout") or 0.0)
@@ -88,18 +79,17 @@ class TrainedAdapter:
         self._masters = [
             place for place in self._places if place.parameter.dtype != place.part.dtype
         ]
+        # addresses: layers read the slot, so a parameter with other memory would train for nothing
         self._all, self._addresses = parameters, list(map(_data_ptr, parameters))
+        # the slot holds the rounded values of the checkpoint
         self._flushed = self._master_versions()
 
     def flush(self) -> None:
-        """Round masters that have changed into the slot; streams and locks are the caller's.
-
-        Raises:
-            InvalidInputError: a parameter was given other memory, which no layer reads.
-        """
+        """Round masters that have changed into the slot; streams and locks are the caller's."""
         if list(map(_data_ptr, self._all)) != self._addresses:
             self._refuse_moved()
         versions = self._master_versions()
+        # most calls follow no step: nothing is copied for them
         if versions == self._flushed:
             return
         pairs = zip(self._masters, versions, self._flushed, strict=True)
@@ -131,6 +121,7 @@ class TrainedAdapter:
         self.of_batches.clear()
         masters = {id(place.parameter) for place in self._masters}
         for parameter in self._all:
+            # a master has memory of its own already
             if id(parameter) not in masters:
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
@@ -152,6 +143,7 @@ class TrainedAdapter:
 def saved_tensors(pool: AdapterPool, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return the matrices of a checkpoint by the names under which PEFT saves them today."""
     tensors = {}
+    # older names of PEFT are read, and never written
     for path, delta in checkpoint.modules.items():
         a, b = _NAMES[pool.modules[path].kind]
         tensors[f"{_PREFIX}{path}.{a}"] = delta.lora_a
@@ -160,11 +152,7 @@ def saved_tensors(pool: AdapterPool, checkpoint: Checkpoint) -> dict[str, torch.
 
 
 def check_dtype(dtype: object, stack: torch.dtype) -> None:
-    """Refuse parameters that are narrower than the stacks.
-
-    Raises:
-        InvalidInputError: `dtype` is another one than None, the stacks', or float32 over 16 bits.
-    """
+    """Raise InvalidInputError unless `dtype` is None, the stacks', or float32 over 16 bits."""
     allowed = {None, stack} | ({torch.float32} if stack.itemsize == 2 else set())
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in allowed):
         names = ", ".join(sorted(map(str, allowed)))
@@ -184,6 +172,6 @@ def _parameter(part: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> n
 
 def _targets(a: nn.Parameter, b: nn.Parameter, slot: int, index: int) -> tuple[SlotParameter, ...]:
     return (
-        SlotParameter(a, Target("lora_a", slot, index)),
-        SlotParameter(b, Target("lora_b", slot, index)),
+        SlotParameter(a, GradientTarget("lora_a", slot, index)),
+        SlotParameter(b, GradientTarget("lora_b", slot, index)),
     )

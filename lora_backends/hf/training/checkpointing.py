@@ -19,12 +19,7 @@ FUNCTION = "_gradient_checkpointing_func"
 
 
 class Checkpointing:
-    """Lets checkpointed parts of a base model be computed again by the call that ran them.
-
-    Args:
-        base: the model.
-        model: key of its wrapper.
-    """
+    """Lets checkpointed parts of a base model be computed again by the call that ran them."""
 
     def __init__(self, base: nn.Module, model: str) -> None:
         self._modules, self._model = list(base.modules()), model
@@ -55,6 +50,7 @@ class _Served:
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if RUNNING.call.trains == self._model and self._is_reentrant:
             args = _with_gradient(args)
+        # `run` is called again in the backward, when another call may run in this thread
         return self.plain(_Run(run), *args, **kwargs)
 
 

@@ -14,10 +14,7 @@ from lora_backends.hf.training.adapter import TrainedAdapter
 class Dropout:
     """Drops elements of the LoRA's input: x * keep / (1 - p) with each row's own p, as PEFT does.
 
-    Args:
-        backend: that made the plans.
-        num_slots: of the plans.
-        adapters: that are trained; rows of others keep their values.
+    Rows of other adapters than `adapters`, which are trained, keep their values.
     """
 
     def __init__(
@@ -27,6 +24,7 @@ class Dropout:
         rates = torch.zeros(num_slots + 1, device="cpu")  # the last for rows without an adapter
         for adapter in adapters:
             rates[adapter.slot] = adapter.dropout
+        # on the device once: a call must not wait for a copy
         self._rates = rates.to(backend.device)
         self._of_plan: tuple[Any, torch.Tensor] | None = None  # most modules share a plan
 

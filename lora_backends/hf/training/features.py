@@ -35,31 +35,15 @@ _LOADED_STARTS = _STARTS | {"eva"}
 
 
 def check_config(values: Mapping[str, Any], source: object, *, is_new: bool) -> None:
-    """Refuse a configuration that cannot be trained as PEFT does.
-
-    Args:
-        values: as `adapter_config.json` holds them.
-        source: of the configuration, for errors.
-        is_new: whether the adapter is yet to be initialised.
-
-    Raises:
-        UnsupportedInputError: it has such features; the message names every one.
-    """
+    """Raise UnsupportedInputError, which names every feature that cannot be trained as in PEFT."""
+    # `is_new`: it is yet to be initialised
     refused = [*_refused_fields(values), *_refused_start(values, is_new)]
     if refused:
         raise _refusal(source, refused)
 
 
 def check_checkpoint(checkpoint: Checkpoint, routers: Container[str]) -> None:
-    """Refuse an adapter with parts that are not trained, whatever its configuration says.
-
-    Args:
-        checkpoint: of the adapter.
-        routers: paths of the base model's routers of experts.
-
-    Raises:
-        UnsupportedInputError: it has such parts; the message names every one.
-    """
+    """Raise UnsupportedInputError, which names every part of an adapter that is not trained."""
     refused = [f"LoRA of experts at {path}" for path in list(checkpoint.experts)[:3]]
     if checkpoint.own or checkpoint.own.tying is not None:
         refused.append("modules of its own (modules_to_save, biases, tokens or an invocation)")

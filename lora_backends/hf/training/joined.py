@@ -15,15 +15,7 @@ from lora_backends.hf.training.products import is_frozen
 def run_joined(
     layout: Layout, group: Any, call: Any, module: nn.Linear, x: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the outputs of a group with LoRA, side by side, or None where each has to run alone.
-
-    Args:
-        layout: of the input.
-        group: `Siblings` of which `module` may be the leader.
-        call: a `TrainingCall`.
-        module: that was called.
-        x: its input.
-    """
+    """Return the outputs of a group with LoRA, side by side, or None where each runs alone."""
     left, RUNNING.kept = RUNNING.kept, None
     if left is not None:
         left.group.apart = True  # its siblings got another input
@@ -32,6 +24,7 @@ def run_joined(
     if (
         weights is None
         or group.apart
+        # only the leader runs the group
         or module is not group.modules[0]
         or not call.joins
         or not call.touches(paths)

@@ -37,20 +37,16 @@ def load_trainable(
     pool.check_new(name, replace_existing)
     path = as_path(local_folder(folder), "the folder of a checkpoint")
     checkpoint = pool.read(path)
+    # as they are in the file: what this library ignores is saved again, too
     values = read_json_object(path / CONFIG_FILE, pool.limits)
     check_config(values, checkpoint.folder, is_new=False)
+    # the parameters get the base model's names, and the configuration keeps its own
     _check_names(pool, checkpoint, values)
     return training.add(name, checkpoint, values, dtype, replace_existing)
 
 
 def _check_names(pool: AdapterPool, checkpoint: Checkpoint, values: dict[str, object]) -> None:
-    """Refuse a configuration with other names: of an older Transformers, or of a split model.
-
-    The adapter is saved with the base model's names, so that its configuration would miss them.
-
-    Raises:
-        UnsupportedInputError: it is such a one.
-    """
+    """Raise UnsupportedInputError for other names: of an older Transformers, or a split model."""
     from lora_backends.adapters.peft.memory import checkpoint_from_memory
 
     if checkpoint.own or checkpoint.experts:
@@ -62,6 +58,7 @@ def _check_names(pool: AdapterPool, checkpoint: Checkpoint, values: dict[str, ob
     except InvalidInputError:
         same = False
     if not same:
+        # an adapter is saved with the base model's names, so that its configuration would miss them
         raise UnsupportedInputError(
             f"{checkpoint.folder} has other names for modules than the base model: those of an "
             f"older Transformers, or of a model that splits or fuses them otherwise\n"

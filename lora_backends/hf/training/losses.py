@@ -39,24 +39,19 @@ def adapter_losses(
     ).view(targets.shape)
     # Without a wait for the device: the counts of labels stay there.
     per_row = (targets != IGNORED).sum(1)
-    found = {}
+    means = {}
     for name, at in rows.items():
-        own = torch.tensor(at, device=logits.device)
-        count = per_row[own].sum() if counts is None else torch.as_tensor(counts[name])
+        in_rows = torch.tensor(at, device=logits.device)
+        count = per_row[in_rows].sum() if counts is None else torch.as_tensor(counts[name])
         count = count.to(losses)
-        found[name] = losses[own].sum() / torch.where(count > 0, count, 1)
-    return found
+        means[name] = losses[in_rows].sum() / torch.where(count > 0, count, 1)
+    return means
 
 
 def label_counts(labels: torch.Tensor, adapters: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Return the number of labels that the loss of each adapter is the mean of.
 
-    Args:
-        labels: as of `adapter_losses`.
-        adapters: as of `adapter_losses`.
-
-    Returns:
-        By name, in the order of the rows, an int64 scalar on the labels' device.
+    By name, in the order of the rows, an int64 scalar on the labels' device.
 
     Raises:
         InvalidInputError: labels are no tensor [rows, tokens], or not one adapter per row.

@@ -62,6 +62,7 @@ class ModelTraining:
         from lora_backends.adapters.peft.memory import checkpoint_from_memory  # needs pydantic
 
         tensors, values = new_tensors(self.base, config, name)
+        # through the reader of files, so that a new adapter passes the same checks as a saved one
         checkpoint = checkpoint_from_memory(self.pool, tensors, values)
         loaded = training.add(name, checkpoint, values, dtype, replace_existing=False)
         if pin:

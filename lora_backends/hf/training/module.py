@@ -109,11 +109,11 @@ class TrainingModule(nn.Module):
                 f"  to do: return_dict=True, or a model with a language model's head"
             )
         by_name = None if counts is None else self._by_name(counts)
-        own = [
+        entries = [
             None if isinstance(entry, str) and entry not in self.names else entry
             for entry in adapters
         ]
-        losses = adapter_losses(output.logits, labels, own, by_name)
+        losses = adapter_losses(output.logits, labels, entries, by_name)
         # The start keeps a graph out of the loss of a batch without rows of this module.
         loss = sum(losses.values(), start=torch.zeros((), device=output.logits.device))
         return type(output)(**{**output, "loss": loss})
@@ -226,11 +226,11 @@ def _part_at(module: nn.Module, path: Sequence[str]) -> nn.Module:
     """Return the module at a path, made of empty ones where there is none."""
     for name in path:
         # Not by add_module: an adapter's name may be that of a method, as "train".
-        module = module._modules.setdefault(name, _Part())  # type: ignore[assignment]
+        module = module._modules.setdefault(name, _NamePart())  # type: ignore[assignment]
     return module
 
 
-class _Part(nn.Module):
+class _NamePart(nn.Module):
     """A part of the name of a parameter."""
 
     def _save_to_state_dict(

@@ -12,11 +12,9 @@ from lora_backends.hf.hooks.overrides import is_ours
 
 
 def is_product(module: Any, x: torch.Tensor, output: torch.Tensor) -> bool:
-    """Return whether ``output`` is ``linear(x, weight, bias)``, and neither needs a gradient.
-
-    A quantised layer is none, nor one whose output other code may have changed.
-    """
+    """Return whether ``output`` is ``linear(x, weight, bias)``, and neither needs a gradient."""
     return (
+        # no quantised layer, nor one whose output other code may have changed
         type(module) is nn.Linear
         and (is_ours(module) or ("forward" not in vars(module) and _has_one_hook(module)))
         and not torch.is_autocast_enabled(x.device.type)

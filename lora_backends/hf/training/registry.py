@@ -37,11 +37,7 @@ class Trainable(Protocol):
 
 
 class Training:
-    """The adapters of a wrapped model that are trained.
-
-    Args:
-        wrapped: the model.
-    """
+    """The adapters of a wrapped model that are trained."""
 
     def __init__(self, wrapped: Trainable) -> None:
         self._wrapped = wrapped
@@ -92,6 +88,7 @@ class Training:
         pool, slots = wrapped.pool, wrapped.pool.slots
         check_checkpoint(checkpoint, wrapped.routers)
         wrapped.check_checkpoint(checkpoint)
+        # all checks come before the slot changes
         staged = pool.stage(name, checkpoint)
         with slots.lock:
             pool.check_new(name, replace_existing)
@@ -100,6 +97,7 @@ class Training:
             self.adapters[name] = TrainedAdapter(
                 name, loaded.slot, pool, checkpoint, values, wrapped.slices, dtype
             )
+            # a call reads masters as the last step left them
             slots.before_use = self.flush
         TRAINED.add(wrapped.key)
         self._freeze()
@@ -111,19 +109,11 @@ class Training:
         return [adapters[name] for name in names if name in adapters]
 
     def any_of(self, entries: Sequence[RowAdapters]) -> bool:
-        """Return whether an adapter that the entries of rows name is trained.
-
-        Raises:
-            InvalidInputError: an entry is wrong.
-        """
+        """Return whether an adapter that the entries of rows name is trained."""
         return bool(self.adapters) and not self.adapters.keys().isdisjoint(adapter_names(entries))
 
     def get(self, name: str) -> TrainedAdapter:
-        """Return an adapter that is trained.
-
-        Raises:
-            InvalidInputError: there is none of this name.
-        """
+        """Return an adapter that is trained; InvalidInputError if there is none of this name."""
         adapter = self.adapters.get(name)
         if adapter is None:
             loaded = name in self._wrapped.pool.slots
@@ -136,11 +126,7 @@ class Training:
         return adapter
 
     def check_untrained(self, name: str) -> None:
-        """Refuse to give an adapter that is trained other weights.
-
-        Raises:
-            InvalidInputError: it is trained.
-        """
+        """Raise InvalidInputError if an adapter is trained, and must not get other weights."""
         if name in self.adapters:
             raise InvalidInputError(
                 f"adapter {name!r} is being trained, so it cannot be updated\n"
@@ -148,32 +134,27 @@ class Training:
             )
 
     def flush(self, names: Iterable[str] | None = None) -> None:
-        """Bring changed masters into the slots of adapters; None: of all.
-
-        Raises:
-            InvalidInputError: parameters were given memory that no layer reads.
-        """
+        """Bring changed masters into the slots of adapters; None: of all."""
         for adapter in self.of(list(self.adapters) if names is None else names):
             if adapter.has_masters:
+                # masters are copied into the slot, which streams may still read
                 with self._wrapped.pool.writing(adapter.slot):
                     adapter.flush()
             else:
                 adapter.flush()
 
     def unload(self, name: str) -> None:
-        """Free the slot of a trained adapter; its parameters keep their values, without effect.
-
-        Raises:
-            InvalidInputError: it is pinned, or in use. Nothing has changed.
-        """
+        """Free the slot of a trained adapter out of use; its parameters keep their values."""
         slots = self._wrapped.pool.slots
         with slots.lock:
             adapter = self.adapters[name]
+            # a trained adapter holds its slot, which the pool would refuse to free
             slots.end_training(name)
             try:
                 self._wrapped.pool.unload(name)
             except BaseException:
                 if name in slots:
+                    # still in its slot, because a call uses it
                     slots.begin_training(name)
                 raise
             del self.adapters[name]
@@ -186,6 +167,7 @@ class Training:
         """Let all parameters leave their slots, and the base model's require gradients again."""
         for name in list(self.adapters):
             self._wrapped.pool.slots.end_training(name)
+            # parameters outlive the wrapper, and its slots do not
             self.adapters.pop(name).leave_slot()
         self._note_empty()
         self.checkpointing.remove()

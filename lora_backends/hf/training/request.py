@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from lora_backends.adapters import AdapterPool
@@ -35,19 +35,6 @@ from lora_backends.weights import LoRAWeights
 class TrainingCall(Request):
     """A call with adapters that are trained, others that are loaded, and rows without any.
 
-    Args:
-        model: whose call it is.
-        pool: of the adapters.
-        images: of the base model.
-        adapters: the entry of each row, or of each of its tokens.
-        slots: name to slot.
-        backend: that makes the plans.
-        after_cache: as `Request`.
-        trained: those of the adapters that are trained.
-        drops: whether their dropout acts.
-        whole: whether the backward runs through all layers, though no adapter touches the first:
-            processes that share a sharded base gather the same layers in the same order.
-
     Raises:
         InvalidInputError: as `Request`.
         UnsupportedInputError: a blend, or an adapter with parts that a graph does not hold.
@@ -63,8 +50,8 @@ class TrainingCall(Request):
         backend: LoRABackend,
         after_cache: bool,
         trained: Sequence[TrainedAdapter],
-        drops: bool,
-        whole: bool,
+        drops: bool,  # their dropout acts
+        whole: bool,  # the backward runs through all layers
     ) -> None:
         super().__init__(model, pool, images, adapters, slots, backend, after_cache)
         self.model, self.trains = "", model
@@ -74,6 +61,8 @@ class TrainingCall(Request):
                 "  allowed: one name or None per row or token\n"
                 "  to do: call it under torch.no_grad(), or give each row one adapter"
             )
+        # whole: though no adapter touches the first layers; processes that share a sharded base
+        # gather the same layers in the same order
         self._trained, self._whole = trained, whole
         for adapter in trained:
             adapter.expect_step()
@@ -105,22 +94,9 @@ class TrainingCall(Request):
         return NO_REPEATS
 
     def add(
-        self,
-        site: ModuleSite,
-        layout: Layout,
-        module: nn.Module,
-        x: torch.Tensor,
-        output: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Return the output of a module with the LoRA of each row, or None where there is none.
-
-        Args:
-            site: the module's.
-            layout: of its input.
-            module: that computed `output` of x.
-            x: its input.
-            output: that nothing else has used yet.
-        """
+        self, site: ModuleSite, layout: Layout, module: nn.Module, x: Tensor, output: Tensor
+    ) -> Tensor | None:
+        """Return the output of a module with the LoRA of each row, or None where there is none."""
         path, paths = site.path, (site.path,)
         is_embedding = site.spec.kind == "embedding"
         if is_embedding and self._whole and not output.requires_grad and torch.is_grad_enabled():
@@ -134,36 +110,27 @@ class TrainingCall(Request):
             ids = x.flatten().contiguous()
             return self._added("run_embedding", ids, weights, plan, output, parameters)
         plan = self.plan(x.shape[:-1], layout, paths)
-        own = x if self._dropout is None else self._dropout.of(x, plan)
-        if own is x and is_product(module, x, output):
+        dropped = x if self._dropout is None else self._dropout.of(x, plan)
+        if dropped is x and is_product(module, x, output):
             # Its graph is dropped: the backward through the weight is a part of the node.
+            # nothing else has used `output` yet
             y, weight = output.data.contiguous(), cast(nn.Linear, module).weight
             return self._run("run_linear", x, weights, plan, y, parameters, weight)
         if torch.is_autocast_enabled(x.device.type):
-            own = own.to(weights.compute_dtype)
-        return self._added("run_linear", own, weights, plan, output, parameters)
+            dropped = dropped.to(weights.compute_dtype)
+        return self._added("run_linear", dropped, weights, plan, output, parameters)
 
     def multiply(
         self,
         operation: str,
-        paths: Sequence[str],
+        paths: Sequence[str],  # of the modules, one per slice
         layout: Layout,
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the product of x with joined weights, with the LoRA of each row.
-
-        Args:
-            operation: for the slices.
-            paths: of the modules, one per slice.
-            layout: of their input.
-            x: their input.
-            weights: the stack that they share.
-            weight: [sum of widths, in_features], without a gradient.
-            bias: [sum of widths], or None.
-        """
+        x: Tensor,
+        weights: LoRAWeights,  # the stack that they share
+        weight: Tensor,  # [sum of widths, in_features], without a gradient
+        bias: Tensor | None,  # [sum of widths]
+    ) -> Tensor:
+        """Return the product of x with joined weights, with the LoRA of each row."""
         plan = self.plan(x.shape[:-1], layout, paths)
         parameters = self._parameters(paths, joined=True)
         with torch.no_grad():
@@ -172,11 +139,7 @@ class TrainingCall(Request):
         return self._run(operation, x, weights, plan, y, parameters, weight)
 
     def check_slots(self) -> None:
-        """Refuse a backward after a slot of the batch was given other weights.
-
-        Raises:
-            InvalidInputError: an adapter of the batch was unloaded, updated or evicted since.
-        """
+        """Raise InvalidInputError if an adapter of the batch was unloaded or updated since."""
         for slot, record in self._records.items():
             if self._pool.record_of(slot) is not record:
                 raise InvalidInputError(
@@ -186,11 +149,7 @@ class TrainingCall(Request):
                 )
 
     def check_recomputation(self) -> None:
-        """Refuse to compute a part of the forward pass again with other weights.
-
-        Raises:
-            InvalidInputError: as `check_slots`, or parameters have changed since.
-        """
+        """Raise InvalidInputError if `check_slots` does, or parameters have changed since."""
         self.check_slots()
         for adapter, versions in zip(self._trained, self._versions, strict=True):
             if adapter.versions() != versions:
@@ -205,24 +164,24 @@ class TrainingCall(Request):
         if not self._trained:
             return SlotParameters(())
         kept, key = self._trained[0].of_batches, (tuple(paths), joined)
-        adapters, found = kept.get(key, (None, None))
-        if found is None or adapters != self._trained:
+        adapters, parameters = kept.get(key, (None, None))
+        if parameters is None or adapters != self._trained:
             sources = [each.joined if joined else each.alone for each in self._trained]
-            found = SlotParameters(
+            parameters = SlotParameters(
                 [p for source in sources for path in paths for p in source.get(path, ())]
             )
-            kept[key] = list(self._trained), found
-        return found
+            kept[key] = list(self._trained), parameters
+        return parameters
 
     def _added(
         self,
         operation: str,
-        x: torch.Tensor,
+        x: Tensor,
         weights: LoRAWeights,
         plan: Any,
-        output: torch.Tensor,
+        output: Tensor,
         parameters: SlotParameters,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return a copy of an output, whose graph goes on, with the LoRA added."""
         y = output.reshape(-1, output.shape[-1]).clone(memory_format=torch.contiguous_format)
         x = x if x.ndim == 1 else x.reshape(-1, x.shape[-1])
@@ -231,13 +190,13 @@ class TrainingCall(Request):
     def _run(
         self,
         operation: str,
-        x: torch.Tensor,
+        x: Tensor,
         weights: LoRAWeights,
         plan: Any,
-        y: torch.Tensor,
+        y: Tensor,
         parameters: SlotParameters,
-        weight: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        weight: Tensor | None = None,
+    ) -> Tensor:
         return run_with_parameters(
             self.backend, BY_NAME[operation], x, weights, plan, y, parameters,
             base_weight=weight, check=self.check_slots,

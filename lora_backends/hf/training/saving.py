@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_backends.adapters.files.formats import CONFIG_FILE, SAFETENSORS_FILE
 from lora_backends.common.files import as_path, kind_of
@@ -20,21 +19,12 @@ from lora_backends.hf.layout.sharded import class_of
 
 
 def save_checkpoint(
-    folder: str | Path,
-    tensors: Mapping[str, torch.Tensor],
-    values: Mapping[str, Any],
-    base: nn.Module,
+    folder: str | Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any], base: nn.Module
 ) -> Path:
     """Write `adapter_config.json` and `adapter_model.safetensors`, and return the folder.
 
     A reader finds the old file or the new one, never a part. The weights come last, so that a new
-    folder is complete once it has them.
-
-    Args:
-        folder: made if it is missing; files of an earlier checkpoint there are replaced.
-        tensors: by PEFT's names.
-        values: the contents of the configuration.
-        base: the base model.
+    folder is complete once it has them. Files of an earlier checkpoint there are replaced.
 
     Raises:
         InvalidInputError: `folder` is none, or cannot be written.
@@ -74,7 +64,9 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(partial)
         with open(partial, "rb") as file:
+            # else the name may reach the disk before the content
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
+        # nothing to remove where the file was moved
         partial.unlink(missing_ok=True)

@@ -17,19 +17,10 @@ from lora_backends.hf.training.features import check_config
 
 
 def new_tensors(base: nn.Module, config: Any, name: str) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors of a new adapter, by PEFT's names, and its configuration.
+    """Return the tensors of a new adapter, by PEFT's names, and the values of its configuration.
 
-    The values, and the draws from torch's generators, are those of ``get_peft_model(base, config)``
-    at this moment.
-
-    Args:
-        base: the model; it stays as it is.
-        config: a `peft.LoraConfig`; it stays as it is.
-        name: of the adapter, for errors.
-
-    Returns:
-        Tensors as `get_peft_model_state_dict` returns them, and the contents of
-        `adapter_config.json`.
+    The tensors, and the draws from torch's generators, are those of ``get_peft_model(base,
+    config)`` at this moment; model and configuration stay as they are.
 
     Raises:
         InvalidInputError: `config` is no LoraConfig, or PEFT refuses it for this model.
@@ -47,7 +38,9 @@ def new_tensors(base: nn.Module, config: Any, name: str) -> tuple[dict[str, Tens
 
     source = f"the configuration of {name!r}"
     check_config(config_as_json(config), source, is_new=True)
+    # PEFT writes into it
     config = copy.deepcopy(config)
+    # else PEFT freezes what it makes
     config.inference_mode = False
     twin: Any = twin_of(base)[0]
     twin.config = copy.copy(getattr(base, "config", None))  # PEFT sets a field of it

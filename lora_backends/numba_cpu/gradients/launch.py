@@ -123,8 +123,8 @@ def run_a(
     if lora_a is not None and out is not None and out is not lora_a:
         lora_a.copy_(out)
     if dx is not None and total is not None and total is not dx:
-        for _, own in plan.rows_by_slot():  # other rows keep their bits
-            dx[own] = total[own].to(dx.dtype)
+        for _, of_slot in plan.rows_by_slot():  # other rows keep their bits
+            dx[of_slot] = total[of_slot].to(dx.dtype)
 
 
 def _dh(dh: torch.Tensor | None) -> tuple[int, int, int]:

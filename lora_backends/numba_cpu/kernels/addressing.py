@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from lora_backends.numba_cpu.kernels.arguments import ColumnPointers, Expand, Factors, RowPointers
+from lora_backends.numba_cpu.kernels.arguments import (
+    ColumnPointers,
+    Expand,
+    RowPointers,
+    SumFactors,
+)
 from lora_backends.numba_cpu.kernels.shares import SLOT_MASK, start_of
 from lora_backends.numba_cpu.machine.compiling import part
 
@@ -34,7 +39,7 @@ def expand_of(call, layer, segment, s, columns, count, rank):
     scales = RowPointers(call.scales, call.scales_row, call.scales_order)
     h = RowPointers(call.h + s * call.h_slice, call.h_row, call.h_order)
     y = RowPointers(call.y, call.y_row, call.y_order)
-    factors = Factors(rank, scaling, scales)
+    factors = SumFactors(rank, scaling, scales)
     return Expand(columns, count, factors, segment.start, segment.stop, h, y)
 
 

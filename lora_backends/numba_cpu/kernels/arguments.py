@@ -73,7 +73,7 @@ class ColumnPointers(NamedTuple):
     column: int  # the first
 
 
-class Factors(NamedTuple):
+class SumFactors(NamedTuple):
     """The rank of a slot's slice, and the factors of its sums."""
 
     rank: int
@@ -113,7 +113,7 @@ class Expand(NamedTuple):
 
     columns: ColumnPointers
     groups: int  # of columns, whose size depends on the routine
-    factors: Factors
+    factors: SumFactors
     start: int
     stop: int
     h: RowPointers

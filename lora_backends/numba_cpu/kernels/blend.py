@@ -60,15 +60,15 @@ def run_blend(address, expand_scratch, expand_columns):
     total, longest = expand_work(layer, call.b_segments, np.int64(0), call.b_count)
     scratch = expand_scratch(layer, longest)
     memory, copied = np.empty(CALL_FIELDS, np.int64), np.empty(0, np.float32)
-    own = memory.ctypes.data
+    copy = memory.ctypes.data
     for field in range(CALL_FIELDS):
-        write_id(own + 8 * field, read_id(address + 8 * field))
+        write_id(copy + 8 * field, read_id(address + 8 * field))
     narrow = blocks.y_dtype != CODE_FLOAT32
     if narrow:
         copied = np.empty((BLEND_BYTES + LINE) // 4, np.float32)
     else:
-        write_id(own + Y_AT, blocks.y)
-        write_id(own + Y_ROW_AT, blocks.y_row)
+        write_id(copy + Y_AT, blocks.y)
+        write_id(copy + Y_ROW_AT, blocks.y_row)
     rows = (copied.ctypes.data + LINE - 1) // LINE * LINE
     changed, before = np.empty(MAX_SEGMENT, np.int64), np.int64(0)
     for b in range(blocks.number):
@@ -92,9 +92,9 @@ def run_blend(address, expand_scratch, expand_columns):
                 row = LINE * (end - tile)
                 if narrow:
                     widen_block(blocks, start, stop, changed, first, width, rows, row)
-                    write_id(own + Y_AT, rows - 4 * first)
-                    write_id(own + Y_ROW_AT, row)
-                of_block = record(KernelCall, own)
+                    write_id(copy + Y_AT, rows - 4 * first)
+                    write_id(copy + Y_ROW_AT, row)
+                of_block = record(KernelCall, copy)
                 for i in range(low, high):
                     segment = segment_at(call.b_segments, i)
                     rank = rank_of(layer, segment.key, s)

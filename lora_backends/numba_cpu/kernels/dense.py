@@ -125,10 +125,7 @@ def entry() -> Any:
 
 
 def blend_entry() -> Any:
-    """Compile the expand of several adapters per token.
-
-    It takes the address of a `KernelCall` with its `Blocks`.
-    """
+    """Compile the expand of several adapters per token, of a `KernelCall` with its `Blocks`."""
 
     def run(address):
         run_blend(address, expand_scratch, expand_columns)

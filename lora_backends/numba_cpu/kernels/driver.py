@@ -45,16 +45,12 @@ def run_call(
 
     `segment` is a `Segment`, s the number of a slice, `item` a `Slice`; `first` to `last` are
     columns of h or groups of 16 columns of y; `scratch` is an array, and `copied` says whether it
-    holds a copy of the segment's rows of x.
+    holds a copy of the segment's rows of x. One part takes at least `block_ranks` rows of A.
 
-    Args:
-        address: of the call.
-        block_ranks: rows of A that one part takes at least.
-        shrink_scratch: (layer, longest) -> scratch, for segments of at most `longest` tokens.
-        shrink_columns: (call, layer, segment, s, first, last, scratch, copied) -> copied.
-        gather_columns: (call, layer, segment, s); writes all columns of h.
-        expand_scratch: (layer, longest) -> scratch.
-        expand_columns: (call, layer, segment, s, item, rank, first, last, scratch).
+        shrink_scratch, expand_scratch: (layer, longest tokens of a segment) -> scratch
+        shrink_columns: (call, layer, segment, s, first, last, scratch, copied) -> copied
+        gather_columns: (call, layer, segment, s); writes all columns of h
+        expand_columns: (call, layer, segment, s, item, rank, first, last, scratch)
     """
     call = record(KernelCall, address)
     layer = record(LayerPointers, call.layer)

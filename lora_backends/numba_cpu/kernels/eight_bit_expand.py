@@ -122,16 +122,15 @@ def expand_int8(kind_y: Any) -> Any:
 
 @function
 def pack_h(expand, scaling, to):
-    """Store h times the scalings as `add_interleaved` takes it, 8, 4, 2 and 1 tokens at a time.
-
-    Rows of h whose distance is a power of two would compete for few sets of the first-level cache.
-    """
+    """Store h times the scalings as `add_interleaved` takes it, 8, 4, 2 and 1 tokens at a time."""
     t, end, rank = expand.start, expand.stop, expand.factors.rank
     while t < end:
         tokens = 8
         while t + tokens > end:
             tokens //= 2
         for i in range(tokens):
+            # rows of h whose distance is a power of two would compete for few sets of the
+            # first-level cache
             (row,) = v.rows(expand.h, t + i, ONE)
             (factor,) = v.read_scaled(v.rows(expand.factors.scales, t + i, ONE), scaling)
             for j in range(rank):
@@ -205,10 +204,7 @@ def prefetch_rows(b, b_row, width):
 
 @part
 def widen_y(of, at, width):
-    """Return the arguments for y as float32: as it is, or a copy of some columns.
-
-    The copy lies after its order in the scratch buffer, the numbers from 0.
-    """
+    """Return the arguments for y as float32: as it is, or a copy of some columns."""
     expand = of.expand
     y, column = expand.y, at.column
     if of.y_dtype != CODE_FLOAT32:
@@ -219,6 +215,7 @@ def widen_y(of, at, width):
                 widen_row(v.BFLOAT16, row + 2 * at.column, width, to)
             else:
                 widen_row(v.FLOAT16, row + 2 * at.column, width, to)
+        # the copy lies after its order in the scratch buffer, the numbers from 0
         order, column = of.scratch - 8 * expand.start, np.int64(0)
         y = RowPointers(of.scratch + ORDER_BYTES, np.int64(TILE_BYTES), order)
     columns = ColumnPointers(

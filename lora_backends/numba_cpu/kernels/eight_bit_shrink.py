@@ -75,13 +75,12 @@ def gather() -> Any:
 def shrink_dots() -> Any:
     """Compile up to `LONG_PANEL` columns of ``h = x @ a.T`` for a of int8 and x of bfloat16.
 
-    int8 is widened to bfloat16, which the CPU multiplies in pairs. A segment of any length is cut
-    into groups of 8, 4, 2 and 1 tokens. A group is multiplied by all rows of a, one chunk of the
-    inputs after the other.
+    int8 is widened to bfloat16, which the CPU multiplies in pairs.
     """
 
     def run(address):
         of, t = fields(Panel, address), 0
+        # each group is multiplied by all rows of a, one chunk of the inputs after the other
         while t + 8 <= of.tokens:
             dot_columns(two_rows, TWO, of, t, EIGHT)
             t += 8
@@ -99,17 +98,15 @@ def shrink_dots() -> Any:
 
 @inlined
 def dot_columns(rows_of_a, ranks, of, t, tokens):
-    """Write columns of h, as many at a time as `ranks` has items, for some tokens from t on.
-
-    A chunk of x is copied in the order of its use, because rows whose distance is a power of two
-    compete for few sets of the first-level cache. Between chunks, sums are kept after the copy.
-    """
+    """Write columns of h, as many at a time as `ranks` has items, for some tokens from t on."""
     scratch, a_row, n, count = of.scratch, of.a_row, of.n, of.ranks
     x_rows, h_rows = v.rows(of.x, t, tokens), v.rows(of.h, t, tokens)
     whole, step = n - n % (2 * LANES), LINE * len(tokens)
     for chunk in range(0, max(whole, 1), DOT_CHUNK):
         end, at = min(chunk + DOT_CHUNK, whole), scratch
         width = end - chunk
+        # in the order of use: rows whose distance is a power of two compete for few sets of the
+        # cache
         for k in range(chunk, end, 2 * LANES):
             v.store_all(at, LINE, v.load_bfloat16(v.BFLOAT16, x_rows, k))
             at += step
@@ -128,6 +125,7 @@ def dot_columns(rows_of_a, ranks, of, t, tokens):
                 k += 2 * LANES
                 at += step
             if end < whole:
+                # between chunks, sums are kept after the copy of x
                 v.store_all(begun, LINE, sums)
                 continue
             while k < n:
@@ -196,11 +194,7 @@ def scale_h(scales, first, last, tokens, h):
 
 
 def shrink_panel() -> Any:
-    """Compile up to `LONG_PANEL` columns of h, by chunks of the inputs.
-
-    x is copied as float32 after its order: the numbers from 0. The last row of a pads its block
-    of rows.
-    """
+    """Compile up to `LONG_PANEL` columns of h, by chunks of the inputs."""
 
     def run(address):
         of = fields(EightBitPanel, address)
@@ -219,6 +213,7 @@ def shrink_panel() -> Any:
                 if j + LONG_RANKS >= count and k + LONG_CHUNK < n:
                     ahead = LONG_CHUNK - j * a_row
                 for i in range(LONG_RANKS):
+                    # the last row of a pads its block of rows
                     row = min(j + i, count - 1)
                     scales = group_scales(of.scales, of.first + row)
                     of_row = (scales, of.scales.column, of.scales.columns)
@@ -227,6 +222,7 @@ def shrink_panel() -> Any:
                 whole = (columns[1] + LANES - 1) // LANES * LANES  # zeros fill up the last vector
                 fetched = np.int64(0)  # `pack_a` has fetched
                 sizes = (whole, fetched, int(k > 0), int(k + LONG_CHUNK >= n), count - j, tokens)
+                # float32, after its order: the numbers from 0
                 x = RowPointers(copy, np.int64(X_ROW), order)
                 h = RowPointers(panel.h.start + 4 * j, panel.h.step, panel.h.order)
                 nothing = (fetched, fetched, fetched, fetched)

@@ -75,10 +75,7 @@ def aligned(scratch):
 
 
 def shrink_long(kind: Any) -> Any:
-    """Compile up to `LONG_PANEL` columns of ``h = x @ a.T``, by chunks of the inputs.
-
-    The last row of a pads its block of rows.
-    """
+    """Compile up to `LONG_PANEL` columns of ``h = x @ a.T``, by chunks of the inputs."""
 
     def run(address):
         of = fields(Panel, address)
@@ -90,6 +87,7 @@ def shrink_long(kind: Any) -> Any:
             sums = all_sums  # [blocks, groups, TOKENS, LONG_RANKS, 16] float32
             for j in range(0, of.ranks, LONG_RANKS):
                 for i in range(LONG_RANKS):
+                    # the last row of a pads its block of rows
                     row = of.a + min(j + i, of.ranks - 1) * of.a_row + offset
                     pack_row(kind, row, width, of.scratch + i * LINE, LONG_RANKS * LINE)
                 ahead = next_block(v.size(kind), of, j, k)
@@ -113,10 +111,7 @@ def block_of(packed, sums, sizes, ahead, x, h):
 
 @part
 def next_block(size, of, j, k):
-    """Return the next rows of a, to be fetched meanwhile.
-
-    They are given by the address, the number of rows, the bytes between them and the lines of each.
-    """
+    """Return the next rows of a, to be fetched meanwhile: address, rows, step, lines of each."""
     if j + LONG_RANKS < of.ranks:
         lines = min(of.n - k, LONG_CHUNK) * size // LINE
         start = of.a + (j + LONG_RANKS) * of.a_row + k * size
@@ -126,16 +121,13 @@ def next_block(size, of, j, k):
 
 
 def add_block(kind_x: Any) -> Any:
-    """Compile the product of one block of A and all tokens; the last chunk writes h.
-
-    x is widened in registers. The last token pads its group. Where x is `fresh`, not in a cache
-    yet, the rows of the next group are fetched.
-    """
+    """Compile the product of one block of A and all tokens; the last chunk writes h."""
 
     def run(address):
         of = fields(PackedBlock, address)
         groups, all_sums = (of.tokens + TOKENS - 1) // TOKENS, of.sums
         share = (of.next_lines * LONG_RANKS + groups - 1) // groups
+        # x that is `fresh` is not in a cache yet: the rows of the next group are fetched
         x_lines = of.width * v.size(kind_x) // LINE if of.fresh else 0
         for g in range(groups):
             for i in range(g * share, (g + 1) * share):
@@ -148,6 +140,7 @@ def add_block(kind_x: Any) -> Any:
                 sums = v.load_all(all_sums, SUMS_EACH)
             else:
                 sums = v.zeros(RANKS_EACH, TOKENS_EACH)
+            # the last token pads its group; x is widened in registers
             x_rows, packed, k = three_rows(of.x, g * TOKENS, of.tokens), of.packed, 0
             while k + 2 * LANES <= of.width:
                 products = (v.load_all(packed, PAIRS_EACH), v.load_rows(kind_x, x_rows, k))

@@ -15,20 +15,17 @@ SLOT_MASK = (1 << EXPERT_BITS) - 1
 
 @function
 def share_of(args, layer):
-    """Return (part, parts, barrier, low, high): the share of this thread.
-
-    With `whole` it does both halves of segments low to high - 1, as part 0 of 1, without a barrier.
-    Else it does part `part` of `parts` of every segment (low 0, high -1), and all threads meet at
-    the barrier between the halves, unless there is one thread or no first half (barrier 0).
-    """
+    """Return (part, parts, barrier, low, high): the share of this thread."""
     if args.threads == 1:
         return 0, 1, 0, 0, -1
     part, parts = call(args.thread_num), call(args.num_threads)
     if parts == 1:
         return 0, 1, 0, 0, -1
+    # both halves of segments low to high - 1, without a barrier
     if args.whole:
         low, high = segments_of(part, parts, layer, args.b_segments, args.b_count)
         return 0, 1, 0, low, high
+    # a part of every segment; all threads meet between the halves, unless there is no first half
     return part, parts, args.barrier if args.first != 0 else 0, 0, -1
 
 

@@ -26,14 +26,12 @@ PLAIN, MULTIPLIED = (), (0,)  # vectors of output_scales per 16 columns of y
 
 
 def shrink_short(kind: Any, kind_x: Any) -> Any:
-    """Compile ``h[t, first:last] = x[t] @ a[first:last].T`` for weights and x of these kinds.
-
-    `goes_on`: whether to prefetch past the last row: the rows that follow in memory are often next.
-    """
+    """Compile ``h[t, first:last] = x[t] @ a[first:last].T`` for weights and x of these kinds."""
 
     def run(address):
         of = fields(Shrink, address)
         for j in range(of.first, of.last, SHRINK_RANKS):
+            # `goes_on`: the rows that follow in memory are often next
             to_next = SHRINK_RANKS * of.a_row if of.goes_on or j + SHRINK_RANKS < of.last else 0
             rows = (of.a + j * of.a_row, of.a_row, of.n, to_next)
             h = RowPointers(of.h.start + 4 * j, of.h.step, of.h.order)
@@ -136,32 +134,26 @@ def shrink_block(kinds, rows, count, t, end, x, h):
 
 @function
 def prefetches_of(width, step, passes):
-    """Return the offset of the first prefetch in a row of a, and the bytes from one to the next.
-
-    A single pass prefetches SHRINK_AHEAD bytes ahead, in its own rows and then in the next 4; in
-    rows no longer than that, only in the next 4. Several passes read the same rows, from a cache
-    after the first pass, so each of them prefetches an equal share of the next 4 rows.
-    """
+    """Return the offset of the first prefetch in a row of a, and the bytes from one to the next."""
     if passes == 1:
+        # ahead in its own rows, then in the next 4; in rows no longer than that, only in those
         return min(SHRINK_AHEAD, width), step
+    # later passes read rows from a cache: each prefetches an equal share of the next 4 rows
     return width, step // passes
 
 
 @inlined
 def dot_rows(kinds, a_rows, x_rows, n, ahead, step, to_next):
-    """Return a vector of partial sums of ``a @ x`` per pair of rows, and the next prefetch offset.
-
-    Each step prefetches the line at offset `ahead` of every row, and the next line if `step` is
-    longer than a line, then adds `step` to `ahead`. Offsets beyond the end of a row continue in the
-    row `to_next` bytes later.
-    """
+    """Return a vector of partial sums of ``a @ x`` per pair of rows, and the next prefetch."""
     kind, kind_x = kinds
     width = n * v.size(kind)
     sums = v.zeros(a_rows, x_rows)
     k = 0
     while k + 2 * LANES <= n:
+        # offsets beyond the end of a row continue in the row `to_next` bytes later
         at = ahead if ahead < width else ahead + to_next - width
         v.prefetch(a_rows, at)
+        # a step longer than a line prefetches the next line, too
         if step > LINE:
             v.prefetch(a_rows, at + LINE)
         ahead += step
@@ -206,11 +198,9 @@ def expand_rows(multiplied, kinds, of, scaling, steps, t, tokens):
 
 @inlined
 def expand_squares(kinds, of, scaling, t):
-    """Do the work of `expand_rows` faster for one row of y, rank 16 without gaps and no bias.
-
-    LLVM knows all distances in b, so there are half as many instructions.
-    """
+    """Do the work of `expand_rows` faster for one row of y, rank 16 without gaps and no bias."""
     kind, kind_y = kinds
+    # LLVM knows all distances in b, so there are half as many instructions
     b, column, square = of.columns.b, of.columns.column, LANES * LANES * v.size(kind)
     scalings = v.read_scaled(v.rows(of.factors.scales, t, ONE), scaling)
     h_rows, y_rows = v.rows(of.h, t, ONE), v.rows(of.y, t, ONE)
@@ -225,12 +215,10 @@ def expand_squares(kinds, of, scaling, t):
 
 @inlined
 def b_sums(kind, b, b_row, rank, h_rows, steps):
-    """Return ``h @ b.T`` for 16 rows of b: an even and an odd sum per row of h.
-
-    Meanwhile other rows are prefetched, in `steps_of`.
-    """
+    """Return ``h @ b.T`` for 16 rows of b: an even and an odd sum per row of h."""
     sums = v.zeros((0, 0), h_rows)
     j, step = 0, 16 // v.size(kind)
+    # how other rows are prefetched meanwhile
     distance, apart, on, turn, row, column = steps
     ahead = b + distance
     for i in range(row, LANES):
@@ -280,14 +268,14 @@ def steps_of(b_row, width):
     """Return how to prefetch later rows of b: (distance, apart, on, turn, row, column).
 
     Each vector of columns prefetches four lines, `apart` bytes apart. The first vector starts
-    `distance` bytes ahead, each next one `on` bytes further, every fourth one `turn` bytes. If rows
-    end within a line, these steps reach the last line, at `column`, only in the first `row` rows;
-    the last lines of the other rows are prefetched first. Prefetching all lines of 16 rows at once
-    would stall other loads.
+    `distance` bytes ahead, each next one `on` bytes further, every fourth one `turn` bytes.
     """
     if b_row == width:  # no gaps: line after line
         return EXPAND_AHEAD, LINE, 4 * LINE, 4 * LINE, LANES, 0
+    # all lines of 16 rows at once would stall other loads
     distance = LANES * b_row * max(1, EXPAND_AHEAD // (LANES * width + 1))
     rest = width % LINE
+    # If rows end within a line, these steps reach the last line, at `column`, only in the first
+    # `row` rows; the last lines of the other rows are prefetched first.
     row = rest // 16 * 4 if rest > 0 else LANES
     return distance, b_row, 4 * b_row, LINE - 3 * 4 * b_row, row, width - rest

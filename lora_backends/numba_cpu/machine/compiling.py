@@ -107,14 +107,12 @@ SOURCES = digest_of(Path(__file__).parents[1])
 
 
 def kept_name(run: Any) -> str:
-    """Return the name of a function's files on disk, which no other code shares.
-
-    numba keeps the variants of a function in numbered files, and writes their index first. Two
-    processes may give one number to two variants. A process that ends before it writes its file
-    leaves an index that names an older one. In both cases numba would load the wrong code.
-    """
+    """Return the name of a function's files on disk, which no other code shares."""
     cells = [cell.cell_contents for cell in run.__closure__ or ()]
     cpu = cpu_target.target_context.codegen().magic_tuple()
+    # numba keeps the variants of a function in numbered files, and writes their index first. Two
+    # processes may give one number to two variants. A process that ends before it writes its file
+    # leaves an index that names an older one. In both cases numba would load the wrong code.
     key = (SOURCES, cells, cpu, numba.__version__, llvmlite.__version__)
     return f"{run.__qualname__}.{hashlib.sha256(pickle.dumps(key)).hexdigest()[:16]}"
 

@@ -17,22 +17,18 @@ _NEEDED = {
 
 
 def missing_features() -> list[str]:
-    """Return why the kernels cannot be compiled for this CPU, a sentence each; [] if they can.
-
-    Without F16C LLVM calls a function of the C runtime for float16, does not find it, and ends the
-    process. Virtual machines may hide F16C from their guests.
-    """
+    """Return why the kernels cannot be compiled for this CPU, a sentence each; [] if they can."""
+    # Without F16C LLVM calls a function of the C runtime for float16, does not find it, and ends
+    # the process. Virtual machines may hide F16C from their guests.
     if config.DISABLE_JIT or not is_x86() or _has("f16c"):
         return []
     return ["numba_cpu converts float16 with F16C, which this CPU or NUMBA_CPU_FEATURES lacks."]
 
 
 def has_bfloat16() -> bool:
-    """Return whether instructions round float32 to bfloat16, and multiply pairs of bfloat16.
-
-    LLVM 15, which numba 0.61 comes with, calls a function of the C runtime instead, does not find
-    it, and ends the process.
-    """
+    """Return whether instructions round float32 to bfloat16, and multiply pairs of bfloat16."""
+    # LLVM 15, which numba 0.61 comes with, calls a function of the C runtime instead, does not find
+    # it, and ends the process
     return is_x86() and _has("avx512bf16") and binding.llvm_version_info[0] > 15
 
 

@@ -126,15 +126,13 @@ def widen_float8(builder: Any, kind: Any, raw: Any) -> Any:
 
 
 def narrow(builder: Any, kind: Any, vector: Any) -> Any:
-    """Round float32 to the nearest element of `kind`, ties to even; NaN stays NaN.
-
-    The instruction for vectors of bfloat16 returns 0 for results below 2**-126.
-    """
+    """Round float32 to the nearest element of `kind`, ties to even; NaN stays NaN."""
     if kind == types.float32:
         return vector
     half = ir.HalfType() if kind == types.int16 else BF16
     is_vector = isinstance(vector.type, ir.VectorType)
     if kind == types.int16 or (is_vector and has_bfloat16()):
+        # the instruction for vectors of bfloat16 returns 0 for results below 2**-126
         rounded = builder.fptrunc(vector, with_element(vector.type, half))
         return builder.bitcast(rounded, with_element(vector.type, I16))
     bits = builder.bitcast(vector, with_element(vector.type, I32))
@@ -227,15 +225,13 @@ def split_words(builder: Any, kind: Any, columns: list[Any]) -> list[Any]:
 
 
 def load_lanes(builder: Any, kind: Any, rows: list[Any], count: Any) -> list[Any]:
-    """Return a vector a row: `count` (at most 16) neighbours, then zeros.
-
-    They are copied by the C library, because LLVM would turn a loop into much code.
-    """
+    """Return a vector a row: `count` (at most 16) neighbours, then zeros."""
     shape, vectors = raw_vector(kind), []
     for row in rows:
         buffer = cgutils.alloca_once(builder, shape)
         builder.store(ir.Constant(shape, None), buffer)
         start = builder.inttoptr(row, I8.as_pointer())
+        # by the C library: LLVM would turn a loop into much code
         cgutils.raw_memcpy(builder, buffer, start, count, size_of(kind))
         vectors.append(widen(builder, kind, builder.load(buffer)))
     return vectors
@@ -379,13 +375,11 @@ def multiply_add(builder: Any, left: Any, right: Any, added: Any) -> Any:
 
 
 def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
-    """Return a vector of the sums over the lanes, halves added to halves, of a power of two many.
-
-    Vectors are joined two by two while they are halved, so that few lanes stay idle.
-    """
+    """Return a vector of the sums over the lanes, halves added to halves, of 2**n vectors."""
     each = LANES  # lanes of each sum
     while each > 1:
         half = each // 2
+        # joined two by two while they are halved, so that few lanes stay idle
         pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else []
         pairs = pairs or [(vectors[0], undefined(vectors[0].type))]
         lanes = vectors[0].type.count * min(2, len(vectors))

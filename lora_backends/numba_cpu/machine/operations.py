@@ -17,11 +17,9 @@ from numba.extending import intrinsic
 def operation(twin: Callable[..., Any], returns: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make an operation of a function that takes a builder and the values of the arguments.
 
-    A tuple comes as a list. `kind`, a marker, comes as its type.
-
-    Args:
-        twin: does the same in plain Python.
-        returns: the type of the result, or a function of the arguments' types that returns it.
+    A tuple comes as a list. `kind`, a marker, comes as its type. `twin` does the same in plain
+    Python; `returns` is the type of the result, or a function of the arguments' types that returns
+    it.
     """
 
     def make(emit: Callable[..., Any]) -> Any:

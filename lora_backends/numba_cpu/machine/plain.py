@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 
 Vector: TypeAlias = npt.NDArray[np.float32]  # [16]
+Vectors: TypeAlias = tuple[Vector, ...]
+Addresses: TypeAlias = tuple[int, ...]
 Marker: TypeAlias = np.float32 | np.uint16 | np.int16 | np.float64 | np.int8 | np.uint8 | np.bool_
 
 _LANES = 16
@@ -31,7 +33,7 @@ def _table(dtype: torch.dtype) -> Vector:
 _FLOAT8 = {np.uint8: _table(torch.float8_e4m3fn), np.bool_: _table(torch.float8_e5m2)}
 
 
-def zeros(a: tuple[Any, ...], x: tuple[Any, ...]) -> tuple[Vector, ...]:
+def zeros(a: tuple[Any, ...], x: tuple[Any, ...]) -> Vectors:
     return tuple(np.zeros(_LANES, np.float32) for _ in range(len(a) * len(x)))
 
 
@@ -39,17 +41,17 @@ def size(kind: Marker) -> int:
     return kind.itemsize
 
 
-def load_rows(kind: Marker, rows: tuple[int, ...], first: int) -> tuple[Vector, ...]:
+def load_rows(kind: Marker, rows: Addresses, first: int) -> Vectors:
     pairs = [_elements(kind, row + first * kind.itemsize, 2 * _LANES) for row in rows]
     return tuple(p[:_LANES] for p in pairs) + tuple(p[_LANES:] for p in pairs)
 
 
-def load_bfloat16(kind: Marker, rows: tuple[int, ...], first: int) -> tuple[Vector, ...]:
+def load_bfloat16(kind: Marker, rows: Addresses, first: int) -> Vectors:
     wide = [_elements(kind, row + first * kind.itemsize, 2 * _LANES) for row in rows]
     return tuple((row.view(np.uint32) >> 16).astype(np.uint16).view(np.float32) for row in wide)
 
 
-def load_some(kind: Marker, rows: tuple[int, ...], first: int, count: int) -> tuple[Vector, ...]:
+def load_some(kind: Marker, rows: Addresses, first: int, count: int) -> Vectors:
     size = kind.itemsize
     short = [_elements(kind, row + first * size, count) for row in rows]
     return tuple(np.pad(row, (0, _LANES - count)) for row in short)
@@ -59,20 +61,20 @@ def load_column(kind: Marker, address: int, stride: int) -> Vector:
     return np.concatenate([_elements(kind, address + lane * stride, 1) for lane in range(_LANES)])
 
 
-def load_columns(kind: Marker, address: int, stride: int) -> tuple[Vector, ...]:
+def load_columns(kind: Marker, address: int, stride: int) -> Vectors:
     count = 16 // kind.itemsize
     rows = [_elements(kind, address + lane * stride, count) for lane in range(_LANES)]
     return tuple(np.stack(rows, axis=1))
 
 
-def load_square(kind: Marker, address: int) -> tuple[Vector, ...]:
+def load_square(kind: Marker, address: int) -> Vectors:
     rows = [
         _elements(kind, address + row * _LANES * kind.itemsize, _LANES) for row in range(_LANES)
     ]
     return tuple(np.stack(rows, axis=1))
 
 
-def load_four(kind: Marker, address: int, stride: int) -> tuple[Vector, ...]:
+def load_four(kind: Marker, address: int, stride: int) -> Vectors:
     rows = [_elements(kind, address + lane * stride, 4) for lane in range(_LANES)]
     return tuple(np.stack(rows, axis=1))
 
@@ -81,17 +83,15 @@ def splat(value: np.float32) -> Vector:
     return np.full(_LANES, value, np.float32)
 
 
-def multiply(vectors: tuple[Vector, ...], factor: Vector) -> tuple[Vector, ...]:
+def multiply(vectors: Vectors, factor: Vector) -> Vectors:
     return tuple(vector * factor for vector in vectors)
 
 
-def shifted(addresses: tuple[int, ...], offset: int) -> tuple[int, ...]:
+def shifted(addresses: Addresses, offset: int) -> Addresses:
     return tuple(address + offset for address in addresses)
 
 
-def add_products(
-    sums: tuple[Vector, ...], a: tuple[Vector, ...], x: tuple[Vector, ...]
-) -> tuple[Vector, ...]:
+def add_products(sums: Vectors, a: Vectors, x: Vectors) -> Vectors:
     steps = round((len(a) * len(x) / len(sums)) ** 0.5)
     a_rows, x_rows = len(a) // steps, len(x) // steps
     totals = list(sums)
@@ -104,17 +104,13 @@ def add_products(
     return tuple(totals)
 
 
-def add_dots(
-    sums: tuple[Vector, ...], a: tuple[Vector, ...], x: tuple[Vector, ...]
-) -> tuple[Vector, ...]:
+def add_dots(sums: Vectors, a: Vectors, x: Vectors) -> Vectors:
     lefts, rights = ([_from_bfloat16(v.view(np.uint16)) for v in side] for side in (a, x))
     products = [left * right for right in rights for left in lefts]
     return tuple(s + p[1::2] + p[::2] for s, p in zip(sums, products, strict=True))
 
 
-def add_columns(
-    sums: tuple[Vector, ...], columns: tuple[Vector, ...], rows: tuple[int, ...], first: int
-) -> tuple[Vector, ...]:
+def add_columns(sums: Vectors, columns: Vectors, rows: Addresses, first: int) -> Vectors:
     factors = [_elements(np.float32(0), row + 4 * first, len(columns)) for row in rows]
     totals = list(sums)
     for c, column in enumerate(columns):
@@ -123,9 +119,7 @@ def add_columns(
     return tuple(totals)
 
 
-def add_interleaved(
-    sums: tuple[Vector, ...], columns: tuple[Vector, ...], address: int
-) -> tuple[Vector, ...]:
+def add_interleaved(sums: Vectors, columns: Vectors, address: int) -> Vectors:
     totals, rows = list(sums), len(sums) // 2
     factors = _elements(np.float32(0), address, len(columns) * rows).reshape(-1, rows)
     for c, column in enumerate(columns):
@@ -134,7 +128,7 @@ def add_interleaved(
     return tuple(totals)
 
 
-def write_totals(rows: tuple[int, ...], count: int, sums: tuple[Vector, ...]) -> None:
+def write_totals(rows: Addresses, count: int, sums: Vectors) -> None:
     width = len(sums) // len(rows)
     for t, row in enumerate(rows):
         for j in range(min(count, width)):
@@ -143,12 +137,12 @@ def write_totals(rows: tuple[int, ...], count: int, sums: tuple[Vector, ...]) ->
 
 def update_rows(
     kind: Marker,
-    rows: tuple[int, ...],
+    rows: Addresses,
     first: int,
-    sums: tuple[Vector, ...],
+    sums: Vectors,
     factors: tuple[np.float32, ...],
-    added: tuple[Vector, ...],
-    multiplied: tuple[Vector, ...],
+    added: Vectors,
+    multiplied: Vectors,
 ) -> None:
     width = len(added)
     for n, (even, odd) in enumerate(zip(sums[::2], sums[1::2], strict=True)):
@@ -163,12 +157,7 @@ def update_rows(
 
 
 def update_scaled(
-    kind: Marker,
-    rows: tuple[int, ...],
-    first: int,
-    sums: tuple[Vector, ...],
-    factor: Vector,
-    added: Vector,
+    kind: Marker, rows: Addresses, first: int, sums: Vectors, factor: Vector, added: Vector
 ) -> None:
     for row, even, odd in zip(rows, sums[::2], sums[1::2], strict=True):
         at = row + first * kind.itemsize
@@ -176,7 +165,7 @@ def update_scaled(
         _memory(at, kind.dtype, _LANES)[:] = _narrow(kind, y)
 
 
-def store_all(address: int, step: int, vectors: tuple[Vector, ...]) -> None:
+def store_all(address: int, step: int, vectors: Vectors) -> None:
     for i, vector in enumerate(vectors):
         _memory(address + step * i, np.dtype(np.float32), _LANES)[:] = vector
 
@@ -185,17 +174,13 @@ def store(kind: Marker, address: int, vector: Vector) -> None:
     _memory(address, kind.dtype, _LANES)[:] = _narrow(kind, vector)
 
 
-def load_all(address: int, like: tuple[Any, ...]) -> tuple[Vector, ...]:
+def load_all(address: int, like: tuple[Any, ...]) -> Vectors:
     return tuple(load(np.float32(0), address + 4 * _LANES * i) for i in range(len(like)))
 
 
 def add_stored(
-    sums: tuple[Vector, ...],
-    columns: tuple[Vector, ...],
-    rows: tuple[int, ...],
-    first: int,
-    parity: tuple[Any, ...],
-) -> tuple[Vector, ...]:
+    sums: Vectors, columns: Vectors, rows: Addresses, first: int, parity: tuple[Any, ...]
+) -> Vectors:
     totals, odd = list(sums), len(parity)
     for t, row in enumerate(rows):
         factor = read(np.float32(0), row + 4 * (first + odd))
@@ -217,7 +202,7 @@ def write(kind: Marker, address: int, value: np.float32) -> None:
     _memory(address, kind.dtype, 1)[:] = _narrow(kind, np.array([value], np.float32))
 
 
-def prefetch(rows: tuple[int, ...], offset: int) -> None:
+def prefetch(rows: Addresses, offset: int) -> None:
     del rows, offset
 
 
@@ -226,7 +211,7 @@ def read(kind: Marker, address: int) -> np.float32:
     return value
 
 
-def read_scaled(rows: tuple[int, ...], factor: np.float32) -> tuple[np.float32, ...]:
+def read_scaled(rows: Addresses, factor: np.float32) -> tuple[np.float32, ...]:
     return tuple(read(np.float32(0), row) * factor for row in rows)
 
 
@@ -317,20 +302,16 @@ def _fields(kind: Any, addresses: Iterator[int]) -> Any:
     )
 
 
-def rows(base: tuple[int, int, int], t: int, like: tuple[Any, ...]) -> tuple[int, ...]:
+def rows(base: tuple[int, int, int], t: int, like: tuple[Any, ...]) -> Addresses:
     return tuple(base[0] + read_id(base[2] + 8 * (t + i)) * base[1] for i in range(len(like)))
 
 
-def rows_until(
-    base: tuple[int, int, int], t: int, last: int, like: tuple[Any, ...]
-) -> tuple[int, ...]:
+def rows_until(base: tuple[int, int, int], t: int, last: int, like: tuple[Any, ...]) -> Addresses:
     places = [min(t + i, last) for i in range(len(like))]
     return tuple(base[0] + read_id(base[2] + 8 * place) * base[1] for place in places)
 
 
-def steps_until(
-    start: int, step: int, first: int, last: int, like: tuple[Any, ...]
-) -> tuple[int, ...]:
+def steps_until(start: int, step: int, first: int, last: int, like: tuple[Any, ...]) -> Addresses:
     return tuple(start + min(first + i, last) * step for i in range(len(like)))
 
 
@@ -339,23 +320,17 @@ def load_first(kind: Marker, address: int, count: int) -> Vector:
     return np.pad(row, (0, _LANES - len(row)))
 
 
-def add_outer(
-    kind: Marker,
-    sums: tuple[Vector, ...],
-    rows: tuple[int, ...],
-    k: int,
-    vectors: tuple[Vector, ...],
-) -> tuple[Vector, ...]:
+def add_outer(kind: Marker, sums: Vectors, rows: Addresses, k: int, vectors: Vectors) -> Vectors:
     factors = [read(kind, row + k * kind.itemsize) for row in rows]
     products = [factor * vector for factor in factors for vector in vectors]
     return tuple(total + product for total, product in zip(sums, products, strict=True))
 
 
 def update_first(
-    rows: tuple[int, ...],
+    rows: Addresses,
     first: int,
     count: int,
-    sums: tuple[Vector, ...],
+    sums: Vectors,
     factors: tuple[np.float32, ...],
     begun: int,
 ) -> None:

@@ -115,10 +115,8 @@ lower_getattr_generic(Record)(_read_field)
 
 @operation(plain.fields, lambda kind, address: Record(kind.instance_class))
 def record(builder: Any, kind: Any, address: Any) -> Any:
-    """record(kind, address): `fields` without records among them, each read where it is used.
-
-    A function that takes it has one argument, not one per field, which compiles sooner.
-    """
+    """record(kind, address): `fields` without records among them, each read where it is used."""
+    # a function that takes it has one argument, not one per field, which compiles sooner
     return address
 
 

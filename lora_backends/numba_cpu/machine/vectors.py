@@ -63,12 +63,9 @@ def size(builder: Any, kind: Any) -> Any:
 
 @operation(plain.load_rows, lambda kind, rows, k: many(2 * rows.count))
 def load_rows(builder: Any, kind: Any, addresses: Any, k: Any) -> Any:
-    """load_rows(kind, addresses, k): two vectors a row, elements k to k + 31.
-
-    All first vectors come first. In bfloat16 they hold the even elements and the second vectors
-    the odd ones, which costs one instruction a vector; a dot product does not mind.
-    """
+    """load_rows(kind, addresses, k): two vectors a row, elements k to k + 31, first ones first."""
     offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
+    # in bfloat16 even elements come first, which costs one instruction a vector
     pairs = [
         lowering.load_pair(builder, kind, builder.add(address, offset)) for address in addresses
     ]
@@ -80,8 +77,7 @@ def load_bfloat16(builder: Any, kind: Any, addresses: Any, k: Any) -> Any:
     """load_bfloat16(kind, addresses, k): a vector a row, 32 bfloat16 from k on, for `add_dots`."""
     offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
     starts = [builder.add(at, offset) for at in addresses]
-    vectors = [lowering.load_bfloat16(builder, kind, start) for start in starts]
-    return vectors
+    return [lowering.load_bfloat16(builder, kind, start) for start in starts]
 
 
 @operation(plain.load_some, lambda kind, rows, *rest: many(rows.count))
@@ -89,8 +85,7 @@ def load_some(builder: Any, kind: Any, addresses: Any, k: Any, count: Any) -> An
     """load_some(kind, addresses, k, n): a vector a row, elements k to k + n - 1, then zeros."""
     offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
     starts = [builder.add(at, offset) for at in addresses]
-    vectors = lowering.load_lanes(builder, kind, starts, count)
-    return vectors
+    return lowering.load_lanes(builder, kind, starts, count)
 
 
 @operation(plain.load_column, VECTOR)
@@ -148,15 +143,13 @@ def splat(builder: Any, value: Any) -> Any:
 def multiply(builder: Any, vectors: Any, factor: Any) -> Any:
     """multiply(vectors, factor): every vector times one vector."""
     items = vectors
-    products = [builder.fmul(item, factor) for item in items]
-    return products
+    return [builder.fmul(item, factor) for item in items]
 
 
 @operation(plain.shifted, lambda addresses, offset: addresses)
 def shifted(builder: Any, addresses: Any, offset: Any) -> Any:
     """shifted(addresses, n): the addresses n bytes on."""
-    items = [builder.add(at, offset) for at in addresses]
-    return items
+    return [builder.add(at, offset) for at in addresses]
 
 
 @operation(plain.add_products, lambda sums, *others: sums)
@@ -180,10 +173,8 @@ def add_products(builder: Any, sums: Any, a: Any, x: Any) -> Any:
 
 @operation(plain.add_dots, lambda sums, *others: sums)
 def add_dots(builder: Any, sums: Any, a: Any, x: Any) -> Any:
-    """add_dots(sums, a, x): `add_products` of what `load_bfloat16` returned, lane by lane of pairs.
-
-    It is one instruction, which reads denormal numbers as 0 and returns 0 instead of them.
-    """
+    """add_dots(sums, a, x): `add_products` of what `load_bfloat16` returned, pairs of lanes."""
+    # one instruction, which reads denormal numbers as 0 and returns 0 instead of them
     pairs = [(left, right) for right in x for left in a]
     added = [
         lowering.add_pairs(builder, left, right, total)
@@ -196,8 +187,7 @@ def add_dots(builder: Any, sums: Any, a: Any, x: Any) -> Any:
 def add_columns(builder: Any, sums: Any, columns: Any, rows: Any, first: Any) -> Any:
     """add_columns(sums, columns, addresses, j): ``sums[t] + sum_c columns[c] * h[t, j + c]``.
 
-    The addresses are of rows of float32. A row has two sums, of even and of odd c, so that one
-    product need not wait for the last; `update_rows` adds them up.
+    The addresses are of rows of float32.
     """
     offset = builder.mul(first, lowering.integer(4))
     bases = [builder.add(address, offset) for address in rows]
@@ -205,6 +195,8 @@ def add_columns(builder: Any, sums: Any, columns: Any, rows: Any, first: Any) ->
         for t, base in enumerate(bases):
             at = builder.add(base, lowering.integer(4 * c))
             factor = lowering.splat(builder, lowering.load_value(builder, at, lowering.F32))
+            # an even and an odd sum, so that one product need not wait for the last; `update_rows`
+            # adds them
             item = 2 * t + c % 2
             sums[item] = lowering.multiply_add(builder, vector, factor, sums[item])
     return sums
@@ -250,8 +242,7 @@ def update_scaled(
 def add_stored(builder: Any, sums: Any, columns: Any, rows: Any, first: Any, parity: Any) -> Any:
     """add_stored(sums, columns, addresses, j, odd): ``sums[t, i] + columns[i] * h[t, j]``.
 
-    The addresses are of rows of float32. A row has an even and an odd sum for each column vector,
-    one pair after the other; `odd`, a tuple of one item or none, says to which is added.
+    The addresses are of rows of float32.
     """
     odd = len(parity)
     offset = builder.add(builder.mul(first, lowering.integer(4)), lowering.integer(4 * odd))
@@ -259,6 +250,8 @@ def add_stored(builder: Any, sums: Any, columns: Any, rows: Any, first: Any, par
         at = builder.add(address, offset)
         factor = lowering.splat(builder, lowering.load_value(builder, at, lowering.F32))
         for i, vector in enumerate(columns):
+            # an even and an odd sum for each column vector; `odd`, a tuple of one item or none,
+            # chooses
             item = 2 * (t * len(columns) + i) + odd
             sums[item] = lowering.multiply_add(builder, vector, factor, sums[item])
     return sums
@@ -429,8 +422,7 @@ def steps_until(builder: Any, start: Any, step: Any, first: Any, last: Any, like
     As many as `like` has items; items after `last` become `last`.
     """
     places = _until(builder, first, last, like)
-    items = [builder.add(start, builder.mul(place, step)) for place in places]
-    return items
+    return [builder.add(start, builder.mul(place, step)) for place in places]
 
 
 def _until(builder: Any, first: Any, last: Any, like: Any) -> list[Any]:
@@ -468,8 +460,7 @@ def update_first(
 ) -> Any:
     """update_first(addresses, k, n, sums, factors, begun): n float32 of every row from k on.
 
-    Row t becomes ``sums[t] * factors[t]``, plus its old value if `begun` is not 0. Equal addresses
-    must have equal sums.
+    Row t becomes ``sums[t] * factors[t]``, plus its old value if `begun` is not 0.
     """
     width, masks = len(sums) // len(rows), []
     offset = builder.mul(first, lowering.integer(4))
@@ -486,5 +477,6 @@ def update_first(
             read = builder.and_(mask, lowering.mask_all(builder, adds))
             row = lowering.load_masked(builder, types.float32, at, read)
             results.append((at, builder.select(read, builder.fadd(row, total), total), mask))
+    # equal addresses must have equal sums
     for at, total, mask in results:  # last: rows may be equal
         lowering.store_masked(builder, at, total, mask)

@@ -19,7 +19,7 @@ from lora_backends.sgmv.backward.kernels.operands import (
     OuterSizes,
     PieceSizes,
     PlaneSizes,
-    SumSizes,
+    RowSumSizes,
 )
 from lora_backends.sgmv.launch import Options, Stacks, stacks_of
 from lora_backends.sgmv.launching.kernel import (
@@ -47,11 +47,9 @@ class Wanted(NamedTuple):
     def pieces(
         self, plan: SgmvPlan, rows: int, piece_tokens: int, by_place: bool = False
     ) -> PieceSizes:
-        """Return how a kernel finds its piece of the slots' tokens, of which x has `rows`.
-
-        It does not follow from the runs in use: a graph keeps the kernel.
-        """
+        """Return how a kernel finds its piece of the slots' tokens, of which x has `rows`."""
         size = plan.run_tokens
+        # not from the runs in use: a graph keeps the kernel
         runs = max(1, piece_tokens // size) if rows > piece_tokens else 0
         return PieceSizes(size, runs, self.slots is None, by_place)
 
@@ -68,15 +66,11 @@ def run_dh(
     grad: torch.Tensor,
     weights: LoRAWeights,
     plan: SgmvPlan,
-    programs: int,
-    narrow: bool,
+    programs: int,  # rows of the grid
+    narrow: bool,  # in the dtype of 16-bit stacks
     options: Options,
 ) -> torch.Tensor:
-    """Return dh [num_slices, rows, max_rank], zero beyond ranks and without adapter.
-
-    It is float32, or with `narrow` in the dtype of 16-bit stacks, to which products round it
-    anyway: dx and dlora_a of several slices read dh more often than x.
-    """
+    """Return dh [num_slices, rows, max_rank], zero beyond ranks and without adapter."""
     tokens, stacks = grad.shape[0], stacks_of(weights)
     shape = (weights.num_slices, tokens, weights.max_rank)
     if not programs:
@@ -96,6 +90,7 @@ def run_dh(
     )
     parts = kernel.sizes.PARTS
     if parts == 1:
+        # products round it anyway, and dx and dlora_a of several slices read dh more often than x
         dtype = weights.dtype if narrow and weights.dtype.itemsize == 2 else torch.float32
         planes = grad.new_zeros((1, *shape), dtype=dtype)
     else:
@@ -135,8 +130,8 @@ def _dh_kernel(
     grad_dtype: torch.dtype,
     dtype: torch.dtype,
     token_scales: bool,
-    programs: int,
-    tile: int,
+    programs: int,  # rows of the grid
+    tile: int,  # rows of grad per program
     row: tuple[Any, ...],
     options: Options,
 ) -> SpecializedKernel:
@@ -181,8 +176,8 @@ def run_dx(
     dx: torch.Tensor,
     weights: LoRAWeights,
     plan: SgmvPlan,
-    programs: int,
-    adds: bool,
+    programs: int,  # rows of the grid
+    adds: bool,  # dx has values that stay
     options: Options,
 ) -> None:
     """Add to dx, or overwrite it, rows without adapter with zeros."""
@@ -356,7 +351,7 @@ def _outer_kernel(
 
 
 def _launch_outer(
-    found: Outer,
+    outer: Outer,
     h: torch.Tensor,
     by_place: bool,
     right: torch.Tensor,
@@ -368,11 +363,11 @@ def _launch_outer(
     if not out.numel():
         return
     stacks = stacks_of(weights)
-    pieces = wanted.pieces(plan, right.shape[0], found.tiles.piece, by_place)
+    pieces = wanted.pieces(plan, right.shape[0], outer.tiles.piece, by_place)
     scales = stacks.scalings if plan.token_scales is None else plan.token_scales
     tensors = h, right, stacks.ranks, stacks.scalings, scales
     strides = *h.stride()[:2], right.stride(0)
-    _launch_pieces(found.kernel(pieces), tensors, strides, plan, wanted, pieces, out)
+    _launch_pieces(outer.kernel(pieces), tensors, strides, plan, wanted, pieces, out)
 
 
 def sum_rows(values: torch.Tensor, plan: SgmvPlan, wanted: Wanted, out: torch.Tensor) -> None:
@@ -414,7 +409,7 @@ def _launch_pieces(
 
 
 def _sum_kernel(columns: int, pieces: PieceSizes) -> SpecializedKernel:
-    sizes = SumSizes(columns, BLOCK_T=32, BLOCK_C=rules.SUM_COLUMNS, INTERPRETED=INTERPRETED)
+    sizes = RowSumSizes(columns, BLOCK_T=32, BLOCK_C=rules.SUM_COLUMNS, INTERPRETED=INTERPRETED)
     programs = -(-columns // sizes.BLOCK_C)
     return specialized(sums.sum_kernel, programs, num_stages=3, PIECES=pieces, SIZES=sizes)
 

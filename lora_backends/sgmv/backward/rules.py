@@ -64,16 +64,10 @@ class OuterTiles:
 def dh_tiles(
     layer: LayerShape, tile: int, rows: int, width: int, grad_bytes: int, casts: bool, gpu: Gpu
 ) -> DhTiles:
-    """Return the sizes of dh.
+    """Return the sizes of dh for a grid of `rows` programs, each of `tile` rows of grad.
 
-    Args:
-        layer: its sizes.
-        tile: rows of grad per program.
-        rows: of the grid.
-        width: of the widest slice.
-        grad_bytes: of a value of grad.
-        casts: whether values of grad change their dtype before the product.
-        gpu: figures of the device.
+    `width` is that of the widest slice; `casts`: values of grad change their dtype before the
+    product.
     """
     block_r = min(256, padded_rank(layer.max_rank))
     # where values are widened: one stage, because ptxas before 13.3 miscompiles a pipelined wgmma
@@ -111,13 +105,8 @@ def outer_tiles(
 ) -> OuterTiles:
     """Return the sizes of dlora_a or dlora_b.
 
-    Args:
-        layer: its sizes.
-        stacked: rows of h, all slices that a program sums stacked.
-        columns: of the right side.
-        right_bytes: of a value of the right side.
-        casts: whether values of the right side change their dtype before the product.
-        gpu: figures of the device.
+    `stacked` are the rows of h, all slices that a program sums stacked; `casts`: values of the
+    right side, which has `columns`, change their dtype before the product.
     """
     wide = layer.item_bytes > 2
     # with more ranks only one program fits a multiprocessor, which then waits for its loads

@@ -24,30 +24,29 @@ _of_graphs: dict[_Key, torch.Tensor] = {}
 
 
 def slots_on(device: torch.device, slots: Sequence[int]) -> torch.Tensor:
-    """Return slots as an int32 tensor on the device.
-
-    Memory comes from the default stream: on another stream torch may allocate from the pool of a
-    graph, which has to be free after it. A graph that meets a list first writes it slot by slot,
-    since it cannot wait for a copy outside of it; those sent earlier have arrived, because torch
-    waits for the device before it captures.
-    """
+    """Return slots as an int32 tensor on the device."""
     key = device, tuple(slots)
     if is_capturing(device):
         kept = _of_graphs.get(key)
         if kept is None and key in _sent:
             kept = _of_graphs[key] = _sent[key].slots
+        # A graph that meets a list first writes it slot by slot, since it cannot wait for a copy
+        # outside of it; those sent earlier have arrived, because torch waits for the device before
+        # it captures.
         return _written(device, key[1]) if kept is None else kept
-    found = _sent.get(key)
-    if found is None:
+    sent = _sent.get(key)
+    if sent is None:
         if len(_sent) >= MOST_LISTS:
             _sent.clear()
-        found = _sent[key] = _send(device, key[1])
-    if found.event is not None:
+        # Memory comes from the default stream: on another stream torch may allocate from the pool
+        # of a graph, which has to be free after it.
+        sent = _sent[key] = _send(device, key[1])
+    if sent.event is not None:
         stream = torch.cuda.current_stream(device)
         if stream != torch.cuda.default_stream(device):
-            stream.wait_event(found.event)
-            found.slots.record_stream(stream)
-    return found.slots
+            stream.wait_event(sent.event)
+            sent.slots.record_stream(stream)
+    return sent.slots
 
 
 def _send(device: torch.device, slots: tuple[int, ...]) -> _Sent:

@@ -28,14 +28,12 @@ def base_kernel(
     PROGRAMS: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """Write ``x @ w.T + bias`` into y [rows, out_features], contiguous; sums are float32.
-
-    PROGRAMMATIC: this kernel may start before the one in front has ended, and reads x at once. So
-    the one in front must wait for all earlier kernels before it lets this one start.
-    """
+    """Write ``x @ w.T + bias`` into y [rows, out_features], contiguous; sums are float32."""
     C: tl.constexpr = SIZES.BLOCK_C
     T: tl.constexpr = SIZES.BLOCK_T
     if SIZES.PROGRAMMATIC:
+        # This kernel may start before the one in front has ended, and reads x at once. So the one
+        # in front must wait for all earlier kernels before it lets this one start.
         gdc_launch_dependents()
     first = tl.program_id(0) * C
     c = first + tl.arange(0, C)  # [C]

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lora_backends.sgmv.base.kernels import base_kernel
@@ -71,24 +72,17 @@ def _block_t(rows: int) -> int:
 
 
 def base_kernel_of(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    gpu: Gpu,
-    programmatic: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Gpu, programmatic: bool
 ) -> SpecializedKernel | None:
     """Return the kernel for ``x @ weight.T + bias``, or None if torch has to multiply.
 
-    Args:
-        x: [rows, in_features], checked as the x of a layer.
-        weight: [out_features, in_features].
-        bias: [out_features], or None.
-        gpu: figures of the device.
-        programmatic: whether it is launched before the kernel in front has ended.
+    x [rows, in_features] is checked as the x of a layer; weight is [out_features, in_features].
     """
-    if not (_is_matrix(weight, x) and x.dtype in (torch.bfloat16, torch.float16)):
+    if not (_is_like(weight, x) and weight.layout is torch.strided and weight.ndim == 2):
         return None
-    if weight.shape[1] != x.shape[1] or not (_is_aligned(x) and _is_aligned(weight)):
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.shape[1] != x.shape[1]:
+        return None
+    if not (_is_aligned(x) and _is_aligned(weight)):
         return None
     if bias is not None and not (
         _is_like(bias, x) and bias.shape == weight.shape[:1] and bias.is_contiguous()
@@ -103,19 +97,15 @@ def base_kernel_of(
     )
 
 
-def _is_like(tensor: torch.Tensor, x: torch.Tensor) -> bool:
+def _is_like(tensor: Tensor, x: Tensor) -> bool:
     """Return whether a tensor is plain, of x's dtype and device, and needs no gradient."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
     learns = tensor.requires_grad and torch.is_grad_enabled()
     same = tensor.dtype == x.dtype and tensor.device == x.device
     return plain and same and not learns and not tensor.is_neg()
 
 
-def _is_matrix(weight: torch.Tensor, x: torch.Tensor) -> bool:
-    return _is_like(weight, x) and weight.layout is torch.strided and weight.ndim == 2
-
-
-def _is_aligned(matrix: torch.Tensor) -> bool:
+def _is_aligned(matrix: Tensor) -> bool:
     row, step = matrix.stride()
     return (
         step == 1
@@ -127,11 +117,7 @@ def _is_aligned(matrix: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _kernel(
-    tiles: BaseTiles,
-    block_t: int,
-    programs: int,
-    has_bias: bool,
-    programmatic: bool,
+    tiles: BaseTiles, block_t: int, programs: int, has_bias: bool, programmatic: bool
 ) -> SpecializedKernel:
     sizes = BaseSizes(
         BLOCK_T=block_t,
@@ -147,16 +133,12 @@ def _kernel(
 
 
 def base_arguments(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    kernel: SpecializedKernel,
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, kernel: SpecializedKernel
 ) -> Arguments:
-    """Return the arguments with which `kernel` writes ``x @ weight.T + bias``.
+    """Return the arguments with which `kernel` writes ``x @ weight.T + bias`` into contiguous y.
 
-    y is [rows, out_features], contiguous. The launch has one row of programs. A programmatic kernel
-    must follow a shrink, which waits for all earlier kernels.
+    The launch has one row of programs. A programmatic kernel must follow a shrink, which waits for
+    all earlier kernels.
     """
     sizes = kernel.sizes
     descriptors = (
@@ -167,5 +149,5 @@ def base_arguments(
     return Arguments((y, y if bias is None else bias), descriptors, numbers)
 
 
-def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])

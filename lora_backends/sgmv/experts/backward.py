@@ -38,7 +38,7 @@ _COLUMNS = 128  # of a result, per program
 _SUMMED = 1024  # columns of dx that a program sums over the pairs of a token
 
 
-class Columns(NamedTuple):
+class SiteColumns(NamedTuple):
     """The columns that each A of a site belongs to."""
 
     starts: tuple[int, ...]
@@ -79,7 +79,7 @@ class Backward:
         if out.lora_a is not None:
             a = out.lora_a  # [slots, experts or 1, num_a, max_rank, in_features]
             assert self.x is not None
-            of_x = Columns((0,), (self.weights.in_features,))
+            of_x = SiteColumns((0,), (self.weights.in_features,))
             self._write_outer(self.u, self.x, self._x_strides, of_x, a, a.stride(), slots)
         if out.lora_b is not None:
             b = out.lora_b  # [slots, experts or 1, out_features, max_rank]
@@ -95,7 +95,7 @@ class Backward:
         assert self.x is not None
         strides = strides_of(a, 5)
         of_scales = (0,) * 5 if scales is None else strides_of(scales, 5)
-        columns = Columns((0,), (self.weights.in_features,), first_groups=(0,))
+        columns = SiteColumns((0,), (self.weights.in_features,), first_groups=(0,))
         return self._products(
             self.x, self._x_strides, a, strides, scales, of_scales, columns, is_b=False
         )
@@ -129,16 +129,14 @@ class Backward:
 
     @cached_property
     def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Live pairs by slot, expert and number, and where each slot and expert begins.
-
-        The places of `SgmvRouting.order` follow the arrival of programs: a sum over them would
-        have another order each time.
-        """
+        """Live pairs by slot, expert and number, and where each slot and expert begins."""
         routing = self.routing
         experts, count = routing.num_experts, routing.num_slots * routing.num_experts
         slots = routing.plan.token_slots()[: routing.num_tokens, None]
         ids = routing.topk_ids.to(torch.int32)
         keys = torch.where((slots >= 0) & (ids >= 0), slots * experts + ids, count)
+        # the places of `SgmvRouting.order` follow the arrival of programs: a sum over them would
+        # have another order each time
         ordered, order = keys.flatten().sort(stable=True)
         numbers = torch.arange(count + 1, dtype=torch.int32, device=keys.device)
         return order, torch.searchsorted(ordered, numbers, out_int32=True)
@@ -155,27 +153,27 @@ class Backward:
         row, *pair = self.grad.stride()[:-1]
         return row, pair[0] if pair else 0
 
-    def _columns(self, apart: bool) -> Columns:
+    def _columns(self, apart: bool) -> SiteColumns:
         """Return the columns of y of each A; `apart`: of each slice, though one A feeds all."""
         weights = self.weights
         widths = weights.output_slices
         if weights.num_a == 1 and not apart:
-            return Columns((0,), (weights.out_features,))
+            return SiteColumns((0,), (weights.out_features,))
         groups = starts_of(b_row_groups(widths, weights.scale_block))
         if weights.interleaved:
-            return Columns(tuple(range(len(widths))), widths, len(widths), groups)
-        return Columns(starts_of(widths), widths, 1, groups)
+            return SiteColumns(tuple(range(len(widths))), widths, len(widths), groups)
+        return SiteColumns(starts_of(widths), widths, 1, groups)
 
     def _products(
         self,
         rows: torch.Tensor,
-        row_strides: tuple[int, int],
+        row_strides: tuple[int, int],  # of tokens and pairs
         stack: torch.Tensor,
-        strides: tuple[int, ...],
+        strides: tuple[int, ...],  # of slot, expert, a, rank, column
         scales: torch.Tensor | None,
         scale_strides: tuple[int, ...],
-        columns: Columns,
-        is_b: bool,
+        columns: SiteColumns,
+        is_b: bool,  # rows are of grad, and sums are scaled
     ) -> torch.Tensor:
         weights, routing = self.weights, self.routing
         mixed = rows.dtype != stack.dtype
@@ -201,7 +199,7 @@ class Backward:
         else:
             shape = routing.num_pairs, weights.in_features
             of_pairs = torch.empty(shape, dtype=torch.float32, device=dx.device)
-        columns = Columns((0,), (weights.in_features,))
+        columns = SiteColumns((0,), (weights.in_features,))
         has_factors = factors is not None
         kernel = self._kernel(kernels.dx_kernel, columns, a.dtype, False, has_factors=has_factors)
         ranks = weights.ranks.contiguous()
@@ -223,15 +221,15 @@ class Backward:
 
     def _write_outer(
         self,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        right_strides: tuple[int, int],
-        columns: Columns,
+        left: torch.Tensor,  # u or h
+        right: torch.Tensor,  # x or grad
+        right_strides: tuple[int, int],  # of tokens and pairs
+        columns: SiteColumns,
         out: torch.Tensor,
-        out_strides: tuple[int, ...],
+        out_strides: tuple[int, ...],  # of slot, expert, a, rank, column
         slots: Sequence[int] | None,
     ) -> None:
-        """Write a stack's gradient; its strides are those of slot, expert, a, rank, column."""
+        """Write a stack's gradient."""
         if not out.numel():
             return
         weights, routing, factors = self.weights, self.routing, self.factors
@@ -255,10 +253,10 @@ class Backward:
         kernel.launch(out.shape[0] * out.shape[1], Arguments(tensors, (), numbers))
 
     def _kernel(
-        self, kernel: Any, columns: Columns, dtype: torch.dtype, mixed: bool, **constants: bool
+        self, kernel: Any, columns: SiteColumns, dtype: torch.dtype, mixed: bool, **constants: bool
     ) -> SpecializedKernel:
         weights = self.weights
-        site = Site(
+        site = BackwardSite(
             weights.num_a,
             weights.max_rank,
             self.routing.top_k,
@@ -272,7 +270,7 @@ class Backward:
         )
 
 
-class Site(NamedTuple):
+class BackwardSite(NamedTuple):
     """The constants of a site and a routing that kernels of its backward depend on."""
 
     num_a: int
@@ -286,32 +284,19 @@ class Site(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def kernel_of(
-    kernel: Any,
-    site: Site,
-    columns: Columns,
-    item_bytes: int,
-    mixed: bool,
+    kernel: Any,  # of `backward_kernels`
+    site: BackwardSite,
+    columns: SiteColumns,  # of the operand that is summed over, or of the result
+    item_bytes: int,  # of the operand in memory
+    mixed: bool,  # the operands of products differ in dtype
     precision: str,
     *,
     scaled: bool = False,
     has_factors: bool = False,
-    shared: bool = False,
-    every: bool = True,
+    shared: bool = False,  # the result is one of all experts
+    every: bool = True,  # results of all slots are wanted
 ) -> SpecializedKernel:
-    """Return a kernel of the backward.
-
-    Args:
-        kernel: of `backward_kernels`.
-        site: of the call.
-        columns: of the operand that is summed over, or of the result.
-        item_bytes: of a value of the operand in memory.
-        mixed: whether the operands of products differ in dtype.
-        precision: of float32 products.
-        scaled: multiply by scalings.
-        has_factors: multiply by factors of pairs.
-        shared: the result is one of all experts.
-        every: results of all slots are wanted.
-    """
+    """Return a kernel of the backward for a site."""
     narrow = item_bytes == 2 and not mixed and not site.storage
     block_r = min(padded_rank(site.max_rank), _MOST_RANKS)
     blocks = site.num_a * (padded_rank(site.max_rank) // block_r)

@@ -46,7 +46,7 @@ class BackwardSizes(NamedTuple):
     INTERPRETED: bool
 
 
-class Scales(NamedTuple):
+class ScalePointers(NamedTuple):
     """Where the scales of an 8-bit matrix lie."""
 
     at: Any  # of the slot, expert and A
@@ -146,7 +146,7 @@ def product_kernel(
     rows += (pair % SITE.TOP_K).to(tl.int64) * rows_stride_j  # [T]
     w = w_ptr + slot * w_stride_l + expert * w_stride_e + a.to(tl.int64) * w_stride_a
     w += r.to(tl.int64) * w_stride_r  # [R]
-    scales = Scales(
+    scales = ScalePointers(
         at=w_scales_ptr + slot * w_scales_stride_l + expert * w_scales_stride_e
         + a.to(tl.int64) * w_scales_stride_a,
         stride_r=w_scales_stride_r, stride_k=w_scales_stride_k,
@@ -222,7 +222,7 @@ def dx_kernel(
     NUM_A: tl.constexpr = SIZES.NUM_A
     for s in tl.static_range(NUM_A):
         rank = tl.load(ranks + s)
-        scales = Scales(
+        scales = ScalePointers(
             at=of_scales + s * a_scales_stride_s,
             stride_r=a_scales_stride_r, stride_k=a_scales_stride_k,
         )  # fmt: skip
@@ -333,8 +333,8 @@ def outer_kernel(
     for i in range(first, end, T):
         at = i + tl.arange(0, T)
         pair = tl.load(order_ptr + at, mask=at < end, other=0).to(tl.int64)  # [T]
-        own = tl.load(experts_ptr + pair, mask=at < end, other=0)
-        rank = tl.load(ranks + own * ranks_stride_e, mask=at < end, other=0)
+        of_pair = tl.load(experts_ptr + pair, mask=at < end, other=0)
+        rank = tl.load(ranks + of_pair * ranks_stride_e, mask=at < end, other=0)
         top = tl.maximum(top, tl.max(rank))
         used = rank > 0
         left_at = left_ptr + pair * (SIZES.NUM_A * SIZES.RANK_PAD) + a * SIZES.RANK_PAD
@@ -342,7 +342,7 @@ def outer_kernel(
         if SIZES.HAS_FACTORS:
             left *= tl.load(factors_ptr + pair, mask=used, other=0.0)[:, None]
         if SIZES.SCALED:
-            left *= tl.load(scalings + own * scalings_stride_e, mask=used, other=0.0)[:, None]
+            left *= tl.load(scalings + of_pair * scalings_stride_e, mask=used, other=0.0)[:, None]
         rows = right_ptr + pair // SITE.TOP_K * right_stride_t + pair % SITE.TOP_K * right_stride_j
         mask = inside[:, None] & used[None, :]
         right = tl.load(rows[None, :] + column[:, None], mask=mask, other=0.0)  # [C, T]

@@ -27,17 +27,15 @@ from lora_backends.sgmv.kernels.products import (
 
 @triton.jit
 def expand_single(tile, ranks_at, scalings_at, SITE: tl.constexpr, S: tl.constexpr):
-    """Add CHUNKS blocks of columns for one pair.
-
-    B goes from memory straight to the registers that multiply it, so more of it is in flight than
-    where it passes through shared memory for a product of 16 rows.
-    """
+    """Add CHUNKS blocks of columns for one pair."""
     SLICES: tl.constexpr = SITE.NUM_A if SITE.INTERLEAVED else 1
     CHUNKS: tl.constexpr = S.CHUNKS
     C: tl.constexpr = S.BLOCK_C
     r = tl.arange(0, S.RANK_PAD)  # [R]
     c = tile.first + tl.arange(0, C)  # [C]
     written = tl.where(tile.rank > 0, tile.end, 0)  # the end of columns that the rank adds to
+    # B goes from memory straight to the registers that multiply it, so more of it is in flight than
+    # where it passes through shared memory for a product of 16 rows
     b, scales, y = _load_row_block(tile, c, r, S)
     wait_for_h(S)
     for chunk in tl.static_range(CHUNKS):

@@ -25,14 +25,14 @@ from lora_backends.sgmv.kernels.shrink import partial_sums, row_sums, scale_of_r
 def pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE: tl.constexpr):
     """Return the slot, expert, first place and number of pairs of a row, and its pairs [T].
 
-    A tile has PARTS rows of the grid, of at most ROWS pairs each. With ROWS 1 the tiles are
-    `singles` of the routing; the second value of `count` is their number. A record has the first
-    pair, so that a tile of one pair needs no second load.
+    A tile has PARTS rows of the grid, of at most ROWS pairs each.
     """
     part = row % SITE.PARTS
     at = tiles_ptr + row // SITE.PARTS * RECORD
     slot, expert = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
+    # `only`, the first pair, is in the record: a tile of one pair needs no second load
     place, count, only = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    # with ROWS 1 the tiles are `singles` of the routing
     NUMBER: tl.constexpr = 1 if SITE.ROWS == 1 else 0
     used = row // SITE.PARTS < tl.load(count_ptr + NUMBER)
     count = tl.where(used, tl.minimum(count - part * SITE.ROWS, SITE.ROWS), 0)

@@ -85,7 +85,7 @@ def add_experts(
     tma = options.tma and not reduce and weights.lora_b.element_size() == 2  # it does not widen
     tma = tma and allows_tma(_located(weights.lora_b), weights.max_rank, 0)
     shrunk = sort_tokens(routing, options.programmatic) if site.by_token else routing
-    found = kernels_of(routing.shape, shrunk.shape, site, reduce, tma, options)
+    both = kernels_of(routing.shape, shrunk.shape, site, reduce, tma, options)
     # copies are made before the first launch: no kernel may run between the shrink and an expand
     # that starts before the shrink has ended
     tables = weights.ranks.contiguous(), weights.scalings.contiguous()
@@ -96,22 +96,22 @@ def add_experts(
     )
     call = SiteCall(x, weights, routing, y, *tables, *scales, shrunk)
     if not reduce:
-        launch_site(call, found, y)
+        launch_site(call, both, y)
         return
     shape = (routing.num_tokens, routing.top_k, weights.out_features)
     deltas = torch.empty(shape, dtype=torch.float32, device=y.device)
-    launch_site(call, found, deltas)
+    launch_site(call, both, deltas)
     _launch_sum(call, deltas, _sum_kernel(site, options.programmatic))
 
 
-def launch_site(call: SiteCall, found: SiteKernels, to: torch.Tensor) -> None:
+def launch_site(call: SiteCall, both: SiteKernels, to: torch.Tensor) -> None:
     """Launch both kernels; `to` [num_tokens, top_k, out_features] is y, or where deltas go."""
-    h = _new_h(call, found.split_k)
-    launch_shrink(call, found, h)
-    launch_expand(call, found, h, to)
+    h = _new_h(call, both.split_k)
+    launch_shrink(call, both, h)
+    launch_expand(call, both, h, to)
 
 
-def launch_shrink(call: SiteCall, found: SiteKernels, h: torch.Tensor) -> None:
+def launch_shrink(call: SiteCall, both: SiteKernels, h: torch.Tensor) -> None:
     """Write h [planes, places, num_a * padded rank]."""
     x, a, ranks, scales, shrunk = (
         call.x,
@@ -120,25 +120,25 @@ def launch_shrink(call: SiteCall, found: SiteKernels, h: torch.Tensor) -> None:
         call.a_scales,
         call.shrunk,
     )
-    tables, rows = _tiles_of(shrunk, found.shrink)
+    tables, rows = _tiles_of(shrunk, both.shrink)
     tensors = (x, stored_bytes(a), scales, ranks, *tables, h)
     strides = (x.stride(0), *strides_of(a, 4), *strides_of(scales, 4), *strides_of(ranks, 2))
     arguments = Arguments(tensors, (), (a.shape[4], *strides, h.shape[1]))
-    found.shrink.launch(rows, arguments)
+    both.shrink.launch(rows, arguments)
 
 
-def launch_expand(call: SiteCall, found: SiteKernels, h: torch.Tensor, to: torch.Tensor) -> None:
+def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.Tensor) -> None:
     """Add the deltas to `to`, or write them there."""
     routing, ranks, scalings, scales = call.routing, call.ranks, call.scalings, call.b_scales
-    b, sizes, tma = call.weights.lora_b, found.expand.sizes, None
+    b, sizes, tma = call.weights.lora_b, both.expand.sizes, None
     if sizes.STAGES > 1:
         tma = descriptor(_located(b), b.shape[3], sizes.BLOCK_C, sizes.BLOCK_R)
     strides = (*strides_of(b, 3), *strides_of(scales, 3), *to.stride()[:2])
     strides += (*strides_of(ranks, 2), *strides_of(scalings, 2))
-    tiles, rows = _tiles_of(routing, found.expand)
+    tiles, rows = _tiles_of(routing, both.expand)
     tensors = (h, stored_bytes(b), scales, to, ranks, scalings, routing.topk_weights, *tiles)
     arguments = Arguments(tensors, (tma,), (h.shape[1], *strides))
-    found.expand.launch(rows, arguments)
+    both.expand.launch(rows, arguments)
 
 
 def _tiles_of(
@@ -161,11 +161,9 @@ def _launch_sum(call: SiteCall, deltas: torch.Tensor, kernel: SpecializedKernel)
 
 
 def _new_h(call: SiteCall, planes: int) -> torch.Tensor:
-    """Return h: [planes, places, num_a * padded rank].
-
-    Partial sums are float32; a single plane has the dtype that h is rounded to for the expand.
-    """
+    """Return h: [planes, places, num_a * padded rank]."""
     width = call.weights.num_a * padded_rank(call.weights.max_rank)
+    # a single plane has the dtype that h is rounded to for the expand
     dtype = torch.float32 if planes > 1 else call.x.dtype
     return torch.empty(planes, call.shrunk.num_pairs, width, dtype=dtype, device=call.x.device)
 
@@ -236,13 +234,8 @@ def kernels_of(
 ) -> SiteKernels:
     """Return both kernels of a site.
 
-    Args:
-        pairs: of the routing.
-        shrunk: of the tiles that the shrink runs on.
-        site: of the call.
-        fresh: whether the expand writes deltas instead of adding them.
-        tma: whether B allows TMA.
-        options: of the backend.
+    `pairs` are those of the routing, `shrunk` those of the tiles that the shrink runs on. `fresh`:
+    the expand writes deltas instead of adding them. `tma`: B allows TMA.
     """
     tiles = _choose_tiles(pairs, site, options.gpu)
     if site.by_token:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertRouting
@@ -43,11 +44,11 @@ class SgmvRouting(ExpertRouting):
 
     num_slots: int  # that keys are made of
     shape: PairShape  # that tile sizes follow from
-    order: torch.Tensor  # [num_tokens * top_k] int32, the pair at every place
-    tiles: torch.Tensor  # [max_tiles, 8] int32; three values are unused
-    singles: torch.Tensor  # [num_tokens * top_k, 8] int32, or [0, 8]
-    count: torch.Tensor  # [2] int32, tiles in use, and live pairs where there are singles
-    scratch: tuple[torch.Tensor, ...]  # counters and keys that the sort keeps between launches
+    order: Tensor  # [num_tokens * top_k] int32, the pair at every place
+    tiles: Tensor  # [max_tiles, 8] int32; three values are unused
+    singles: Tensor  # [num_tokens * top_k, 8] int32, or [0, 8]
+    count: Tensor  # [2] int32, tiles in use, and live pairs where there are singles
+    scratch: tuple[Tensor, ...]  # counters and keys that the sort keeps between launches
     tokens: SgmvRouting | None  # the tokens sorted by slot, for an A that all experts share
     plan_refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
 
@@ -63,15 +64,11 @@ class SgmvRouting(ExpertRouting):
 
 
 def make_routing(
-    plan: Any, topk_ids: torch.Tensor, num_experts: int, fixed: PairShape | None
+    plan: Any, topk_ids: Tensor, num_experts: int, fixed: PairShape | None
 ) -> SgmvRouting:
-    """Return a routing with room for a choice; nothing is sorted yet.
+    """Return a routing with room for a choice of the shape of `topk_ids`; nothing is sorted yet.
 
-    Args:
-        plan: of the tokens.
-        topk_ids: the choice, for its shape and device.
-        num_experts: of this rank.
-        fixed: the shape that tile sizes follow from in every batch; None: that of a uniform router.
+    Tile sizes follow from `fixed` in every batch; None: from a uniform router.
     """
     tokens, top_k = topk_ids.shape
     if fixed is None:
@@ -88,11 +85,7 @@ def make_routing(
 
 
 def _new_routing(
-    plan: Any,
-    topk_ids: torch.Tensor,
-    num_experts: int,
-    shape: PairShape,
-    by_slot: SgmvRouting | None,
+    plan: Any, topk_ids: Tensor, num_experts: int, shape: PairShape, by_slot: SgmvRouting | None
 ) -> SgmvRouting:
     (tokens, top_k), device = topk_ids.shape, topk_ids.device
     pairs, num_keys = tokens * top_k, plan.num_slots * num_experts
@@ -102,11 +95,11 @@ def _new_routing(
             f"experts, {pairs} pairs\n  allowed: below 2**31 of slots times experts, and of pairs"
         )
 
-    def ints(*sizes: int) -> torch.Tensor:
+    def ints(*sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=torch.int32, device=device)
 
     if pairs <= MOST_COMPARED:
-        scratch: tuple[torch.Tensor, ...] = (torch.zeros(1, dtype=torch.int64, device=device),)
+        scratch: tuple[Tensor, ...] = (torch.zeros(1, dtype=torch.int64, device=device),)
     else:
         scratch = (ints(pairs), ints(pairs), ints(2, num_keys).zero_(), ints(2).zero_())
     return SgmvRouting(
@@ -128,9 +121,9 @@ def _new_routing(
 def sort_pairs(
     routing: SgmvRouting,
     plan: Any,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert_map: Tensor | None,
     programmatic: bool,
 ) -> None:
     """Fill a routing with a choice, in one launch or in two."""
@@ -147,13 +140,13 @@ def sort_pairs(
     mapped = topk_ids if expert_map is None else expert_map  # not read without a map
     inputs = (topk_ids, topk_weights, mapped, plan.token_slots())
     kept = (routing.topk_ids, routing.topk_weights)
-    found = (routing.order, routing.tiles, routing.singles, routing.count)
+    results = (routing.order, routing.tiles, routing.singles, routing.count)
     strides = (*topk_ids.stride(), *topk_weights.stride(), mapped.shape[0])
     shape = (routing.top_k, routing.num_experts, expert_map is not None)
     cut = routing.shape.tile, routing.shape.has_singles
     if pairs <= MOST_COMPARED:
         kernel = _compare(pairs, *shape, cut, programmatic)
-        arguments = Arguments((*inputs, *kept, *found, *routing.scratch), (), (pairs, *strides))
+        arguments = Arguments((*inputs, *kept, *results, *routing.scratch), (), (pairs, *strides))
         kernel.launch(-(-pairs // kernel.sizes.OWN), arguments)
         return
     keys, nths, counts, turn = routing.scratch
@@ -162,19 +155,16 @@ def sort_pairs(
     numbers = (pairs, num_keys, *strides)
     count.launch(programs, Arguments((*inputs, *kept, *routing.scratch), (), numbers))
     scatter = _scatter(routing.num_experts, cut, num_keys, pairs, programmatic)
-    arguments = Arguments((keys, nths, counts, turn, *found), (), (pairs, num_keys))
+    arguments = Arguments((keys, nths, counts, turn, *results), (), (pairs, num_keys))
     scatter.launch(programs, arguments)
 
 
 def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
-    """Sort the tokens of a routing by slot; return what they are sorted into.
-
-    It depends on the plan alone, but is done anew for every call: a captured graph then follows a
-    plan that is refilled.
-    """
+    """Sort the tokens of a routing by slot; return what they are sorted into."""
     tokens = routing.tokens
     assert tokens is not None
     choice = tokens.topk_ids, tokens.topk_weights
+    # it depends on the plan alone, but is done for every call: a captured graph follows its refills
     sort_pairs(tokens, routing.plan, *choice, None, programmatic)
     return tokens
 

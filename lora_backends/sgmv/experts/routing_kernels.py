@@ -225,11 +225,7 @@ def scatter_kernel(
     PROGRAMS: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """Place many pairs, the second launch of two: each program sums all counts for itself.
-
-    One sum counts pairs and, in its upper HALF bits, tiles. The counts of the next turn, which
-    nothing else touches in this one, are set to zero.
-    """
+    """Place many pairs, the second launch of two: each program sums all counts for itself."""
     if SIZES.PROGRAMMATIC:
         gdc_wait()
         gdc_launch_dependents()
@@ -247,6 +243,7 @@ def scatter_kernel(
     for first in range(0, num_keys, SIZES.BLOCK_K):
         k = first + tl.arange(0, SIZES.BLOCK_K)  # [K]
         count = tl.load(counts + k, mask=k < num_keys, other=0)
+        # one sum counts pairs and, in its upper HALF bits, tiles
         both = count.to(SUM) + (((count + SIZES.TILE - 1) // SIZES.TILE).to(SUM) << SIZES.HALF)
         sums = tl.cumsum(both, axis=0)
         here = (key >= first) & (key - first < SIZES.BLOCK_K)
@@ -265,6 +262,7 @@ def scatter_kernel(
     if SIZES.SINGLES:
         singles = Records(key=key, place=place, count=1, pair=p)
         _store_records(singles_ptr, place, singles, live, SIZES)
+    # the counts of the next turn, which nothing else touches in this one
     other = counts_ptr + (1 - turn).to(tl.int64) * num_keys
     for first in range(tl.program_id(0) * OWN, num_keys, tl.num_programs(0) * OWN):
         k = first + tl.arange(0, OWN)

@@ -160,22 +160,13 @@ def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTile
 
 
 def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTiles:
-    """Return sizes for stacks of 8 bits with a scale per row, made from those for 16 bits.
-
-    Twice as many inputs a step keep as many bytes in flight, unless that pads the inputs by over an
-    eighth, or programs are so few that they wait for one load anyway. The loads in flight of tiles
-    of 16 pairs take at most 75 KiB, so that three programs fit on a multiprocessor. Where the
-    expand has matrix products, programs of 32 pairs or more take blocks of 64 columns. Programs of
-    16 pairs take blocks of at least 256 columns at rank 16, and up to twice as many columns as in
-    16 bits at ranks 32 and 64. Kernels run pair by pair with more pairs per key than in 16 bits,
-    because reading B again costs half as much. Unlike for dense layers, B never comes through TMA:
-    `expand_tma` of experts does not widen.
-    """
+    """Return sizes for stacks of 8 bits with a scale per row, made from those for 16 bits."""
     if site.item_bytes == 4:
         return tiles
     count = gpu.as_on_h200(pairs.tiles)
     few = pairs.tiles <= _MOST_SINGLE_TILES
     rank_pad = padded_rank(site.max_rank)
+    # pair by pair with more pairs per key than in 16 bits: reading B again costs half as much
     if rank_pad <= _MOST_SINGLE_RANKS and pairs.each < pairs.sharing_of_8(rank_pad):
         tiles = replace(tiles, expand=_expand(count, site, 1, tma=False), expand_rows=1)
     by_pair = pairs.each < _ALONE and few
@@ -186,6 +177,8 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
         shrink = _shrink_single(count, site, block_n, _SINGLE_PROGRAMS)
         tiles = replace(tiles, shrink=shrink, shrink_rows=1)
     shrink, expand, rows = tiles.shrink, tiles.expand, tiles.expand_rows
+    # twice as many inputs a step keep as many bytes in flight, unless that pads the inputs by over
+    # an eighth, or programs are so few that they wait for one load anyway
     block_k = min(512, 2 * shrink.block_k)
     stage = block_k * (shrink.block_n + 2 * tiles.shrink_rows)
     wasteful = -(-site.in_features // block_k) * block_k * 8 > site.in_features * 9
@@ -194,6 +187,7 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
         if tiles.shrink_rows >= 32:
             most_stages = min(3, _SHARED_BYTES // stage)
         else:
+            # so that three programs of 16 pairs fit on a multiprocessor: 75 KiB of loads in flight
             most_stages = min(4, _SHARED_BYTES_OF_8 // stage)
         shrink = replace(
             shrink,
@@ -213,6 +207,7 @@ def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H2
         expand = replace(expand, block_c=block_c, chunks=chunks)
     if tiles.shrink_rows > 1:  # else A goes to registers
         shrink = fitting(shrink, tiles.shrink_rows, 1, gpu)
+    # one stage: unlike for dense layers, `expand_tma` of experts does not widen
     return replace(tiles, shrink=shrink, expand=replace(expand, num_stages=1))
 
 

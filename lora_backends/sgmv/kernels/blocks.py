@@ -34,12 +34,10 @@ def load_h(tile, h_rows, r, rank, S: tl.constexpr):
 
 @triton.jit
 def load_h_row(h_row, plane, r, rank, S: tl.constexpr):
-    """Return h of one row [R], its planes summed, zero beyond the rank.
-
-    One load takes all planes: code for each of up to 32 would not stay in the caches.
-    """
+    """Return h of one row [R], its planes summed, zero beyond the rank."""
     k = tl.arange(0, S.PLANES)
     mask = (k < S.SPLIT_K)[:, None] & (r < rank)[None, :]
+    # one load takes all planes: code for each of up to 32 would not stay in the caches
     h = tl.load(h_row + k[:, None] * plane + r[None, :], mask=mask, other=0.0)
     # The gather keeps the layout of this load from spreading to the product. So B is multiplied in
     # the registers that it was loaded to, instead of passing through shared memory.

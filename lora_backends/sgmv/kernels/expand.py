@@ -51,8 +51,8 @@ def expand_tile(h, b, b_tma, y, rows, columns, S: tl.constexpr):
     # with 16 planes.
     plane = S.NUM_SLICES * h.rows.to(tl.int64) * h.stride_t
     if S.SLICE_ALIGN > 0:
-        own, slot_stride, b_stride = slice_entry(b.slices, s, True, S.SLICE_ALIGN)
-        b_slot = b.ptr + own + slot * slot_stride
+        distance, slot_stride, b_stride = slice_entry(b.slices, s, True, S.SLICE_ALIGN)
+        b_slot = b.ptr + distance + slot * slot_stride
     else:
         b_slot, b_stride = b.ptr + slot * b.stride_l, b.stride_c
     bias = y.bias + slot * y.bias_stride_l
@@ -76,7 +76,7 @@ def expand_tile(h, b, b_tma, y, rows, columns, S: tl.constexpr):
         _expand_rows(tile, h_slice, h.stride_t, y, rows, S)
     elif S.STAGES > 1:
         if S.SLICE_ALIGN > 0:
-            b_row = ((own + slot * slot_stride) // b_stride).to(tl.int32)
+            b_row = ((distance + slot * slot_stride) // b_stride).to(tl.int32)
         else:
             b_row = (slot * (b.stride_l // b.stride_c)).to(tl.int32)
         expand_tma(tile, b_tma, b_row, S)
@@ -116,10 +116,8 @@ def expand_columns(tile, BLOCK_R: tl.constexpr, S: tl.constexpr):
 def _expand_rows(tile, h_slice, h_stride, y, rows, S: tl.constexpr):
     """Add CHUNKS blocks of columns token by token, without a matrix product.
 
-    B goes from memory straight to the registers that multiply it; loads run one block ahead. Most
-    tiles on this path have one token: its h is loaded once for all blocks, its y with B. Later
-    tokens load both again for each block. The compiler may form other FMAs for the first token than
-    for later ones, so batch-invariant engines never take this path.
+    The compiler may form other FMAs for the first token than for later ones, so batch-invariant
+    engines never take this path.
     """
     CHUNKS: tl.constexpr = S.CHUNKS
     r = tl.arange(0, S.RANK_PAD)  # [R]
@@ -127,6 +125,9 @@ def _expand_rows(tile, h_slice, h_stride, y, rows, S: tl.constexpr):
     last = tl.max(tl.where(rows.tokens >= 0, t + 1, 0))
     first = _row_of_y(y, _token(rows.tokens, 0))
     c = tile.first + tl.arange(0, S.BLOCK_C)  # [C]
+    # B goes from memory straight to the registers that multiply it; loads run one block ahead. Most
+    # tiles on this path have one token: its h is loaded once for all blocks, its y with B. Later
+    # tokens load both again for each block.
     block, y_block = load_block(tile, first, c, r, True, not S.LATE_Y, S)  # y is [1, C]
     wait_for_h(S)
     if S.LATE_Y:

@@ -74,23 +74,25 @@ def entry(values, t, i):
 def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
     """Return the entry of slice s in a table of separate tensors, in elements.
 
-    It has the distance of the slice's tensor from the base, and the strides of slots and rows, in
-    units of ALIGN, so that loads stay wide.
+    It has the distance of the slice's tensor from the base, and the strides of slots and rows.
     """
+    # in units of ALIGN, so that loads stay wide
     at = slices_ptr + s * 3
-    own = tl.load(at, mask=mask, other=0)
+    distance = tl.load(at, mask=mask, other=0)
     slot_stride = tl.load(at + 1, mask=mask, other=0)
     row_stride = tl.load(at + 2, mask=mask, other=0)
     # a product, since Triton 3.9 forgets `tl.multiple_of` of a scalar and loads two bytes at a time
-    return own * ALIGN, slot_stride * ALIGN, row_stride * ALIGN
+    return distance * ALIGN, slot_stride * ALIGN, row_stride * ALIGN
 
 
 @triton.jit
 def rows_of_a(a, slot, s, r, S: tl.constexpr):
     """Return the addresses of rows r of a slot's A in slices s, [N] or one slice."""
     if S.SLICE_ALIGN > 0:
-        own, slot_stride, row_stride = slice_entry(a.slices, s, s < S.NUM_SLICES, S.SLICE_ALIGN)
-        at = a.ptr + own + slot * slot_stride + r.to(tl.int64) * row_stride
+        distance, slot_stride, row_stride = slice_entry(
+            a.slices, s, s < S.NUM_SLICES, S.SLICE_ALIGN
+        )
+        at = a.ptr + distance + slot * slot_stride + r.to(tl.int64) * row_stride
     else:
         at = a.ptr + slot * a.stride_l + s.to(tl.int64) * a.stride_s + r.to(tl.int64) * a.stride_r
     return at
@@ -105,12 +107,10 @@ def scales_of_a(a, slot, s, r, S: tl.constexpr):
 
 @triton.jit
 def in_groups(r, rank, GROUP: tl.constexpr):
-    """Return r < rank, rounded up to groups of 8 or 16; a GROUP of 0 rounds nothing.
-
-    A mask that is constant over 8 neighbours keeps loads and stores 16 bytes wide; bytes take
-    groups of 16.
-    """
+    """Return r < rank, rounded up to groups of 8 or 16; a GROUP of 0 rounds nothing."""
     if GROUP > 0:
+        # constant over 8 neighbours, so that loads and stores stay 16 bytes wide; bytes take groups
+        # of 16
         return r // GROUP * GROUP < rank
     else:
         return r < rank

@@ -31,9 +31,7 @@ def prefetch_lines(pointers, wanted):
 def prefetch_a(x, a, slot, program, S: tl.constexpr):
     """Bring into L2 the first 512 bytes that `shrink_tile` will read of each of its rows of A.
 
-    It may run while an earlier kernel writes A and the ranks: L2 takes the new values. A rank read
-    before that write makes it prefetch too many rows or too few. It has no branch, because every
-    program must wait before it may end.
+    It may run while an earlier kernel writes A and the ranks: L2 takes the new values.
     """
     LINE: tl.constexpr = 1024 // a.ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
     PART: tl.constexpr = S.STEPS * S.BLOCK_K
@@ -41,11 +39,13 @@ def prefetch_a(x, a, slot, program, S: tl.constexpr):
     s, r = n // S.RANK_PAD, n % S.RANK_PAD  # [N]
     has_rank = s < tl.where(slot >= 0, S.NUM_SLICES, 0)  # [N]
     ranks_at = a.ranks + slot * S.NUM_SLICES + s
+    # a rank from before that write prefetches too many rows or too few
     rank = tl.load(ranks_at, mask=has_rank, other=0, cache_modifier=".cg")  # [N]
     a_rows = rows_of_a(a, slot, s, r, S)
     of_part = tl.arange(0, 4) * LINE
     k = program % S.SPLIT_K * PART + of_part
     wanted = (r < rank)[:, None] & ((of_part < PART) & (k < x.features))[None, :]
+    # without a branch, because every program must wait before it may end
     prefetch_lines(a_rows[:, None] + k[None, :], wanted)
 
 
@@ -53,13 +53,13 @@ def prefetch_a(x, a, slot, program, S: tl.constexpr):
 def prefetch_x(x, tokens, program, S: tl.constexpr):
     """Bring into L2 the first PREFETCH lines of each row of x that `shrink_tile` will read.
 
-    As in `prefetch_a`, an earlier kernel may still write x. Only the programs of the first rows of
-    A prefetch: the others read the same lines.
+    As in `prefetch_a`, an earlier kernel may still write x.
     """
     LINE: tl.constexpr = 1024 // x.ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
     PART: tl.constexpr = S.STEPS * S.BLOCK_K
     of_part = tl.arange(0, S.PREFETCH) * LINE
     k = program % S.SPLIT_K * PART + of_part
+    # only programs of the first rows of A: the others read the same lines
     wanted = (tokens >= 0) & (program < S.SPLIT_K)  # [T]
     wanted = wanted[:, None] & ((of_part < PART) & (k < x.features))[None, :]
     prefetch_lines((x.ptr + tokens * x.stride_t)[:, None] + k[None, :], wanted)

@@ -13,10 +13,7 @@ from lora_backends.sgmv.kernels.widening import only_bytes, wide_dtype, widened
 
 @triton.jit
 def right_operand(b, scales, r, rank, S: tl.constexpr):
-    """Return a block of B as it is multiplied: finite beyond the rank, and 8 bits widened.
-
-    Scales that change along the sum are multiplied in: then it is float32.
-    """
+    """Return a block of B as it is multiplied: finite beyond the rank, and 8 bits widened."""
     if S.STORAGE >= 5:
         b = only_bytes(b, (r < rank)[:, None])
     elif S.STORAGE == 0 or S.STORAGE == 2 or S.STORAGE == 3:  # int8 is finite anyway
@@ -26,6 +23,7 @@ def right_operand(b, scales, r, rank, S: tl.constexpr):
     elif S.GROUP_R == 0:
         return widened(b, wide_dtype(S.WIDE), S.STORAGE, True)
     else:
+        # scales that change along the sum are multiplied in
         return widened(b, tl.float32, S.STORAGE) * scales
 
 

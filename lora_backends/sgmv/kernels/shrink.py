@@ -24,9 +24,7 @@ from lora_backends.sgmv.kernels.widening import widened
 def shrink_tile(x, a, h, rows, program, S: tl.constexpr):
     """h[k, s, rows.h, :r] = x[tokens, part k] @ a[slot, s, :r, part k].T for a block of rows of A.
 
-    Each part k of the inputs writes its own plane of partial sums. EXITS: a program whose rows of A
-    all lie beyond the ranks ends early; to know that, every program waits for its ranks. Without
-    EXITS such a program runs on, and loads no A.
+    Each part k of the inputs writes its own plane of partial sums.
     """
     part = program % S.SPLIT_K
     n = program // S.SPLIT_K * S.BLOCK_N + tl.arange(0, S.BLOCK_N)  # [N]
@@ -35,6 +33,7 @@ def shrink_tile(x, a, h, rows, program, S: tl.constexpr):
     ranks_at = a.ranks + rows.slot * S.NUM_SLICES + s
     rank = tl.load(ranks_at, mask=s < S.NUM_SLICES, other=0, cache_modifier=".cg")  # [N]
     if S.EXITS:
+        # to know that, every program waits for its ranks; without EXITS it runs on, and loads no A
         if tl.max(rank - r) <= 0:
             return
     has_token = rows.tokens >= 0  # [T]
@@ -70,17 +69,15 @@ def scale_of_rows(scales, used, S: tl.constexpr):
 
 @triton.jit
 def row_sums(x_row, a, part, features, S: tl.constexpr):
-    """Return x @ A.T of one row over one part of the inputs, [1, N], without a matrix product.
-
-    A goes from memory straight to the registers that multiply it, all of a program's at once. It
-    is loaded after x: Triton lays out the product as its last load.
-    """
+    """Return x @ A.T of one row over one part of the inputs, [1, N], without a matrix product."""
     N: tl.constexpr = a.at.shape[0]
     STEPS: tl.constexpr = S.STEPS
     sums = tl.zeros((N,), dtype=tl.float32)
     for step in tl.static_range(STEPS):
         done = step * S.BLOCK_K
         k = part * (STEPS * S.BLOCK_K) + done + tl.arange(0, S.BLOCK_K)[None, :]  # [1, K]
+        # A goes from memory straight to the registers that multiply it, all of a program's at once.
+        # It is loaded after x: Triton lays out the product as its last load.
         if S.EVEN_K:
             x = tl.load(x_row + k)
             values = tl.load(a.at[:, None] + k, mask=a.used[:, None], other=0.0)  # [N, K]
@@ -148,10 +145,8 @@ def partial_sums(x_rows, has_x, a, part, features, S: tl.constexpr):
 
 @triton.jit
 def sum_of_groups(parts):
-    """Return the sum of parts [W, T, N] over W, pair by pair.
-
-    `tl.sum` would send every value through shared memory by itself, `tl.split` sends four.
-    """
+    """Return the sum of parts [W, T, N] over W, pair by pair."""
+    # `tl.sum` would send every value through shared memory by itself, `tl.split` sends four
     sums = tl.permute(parts, (1, 2, 0))
     if parts.shape[0] == 8:
         low, high = tl.split(tl.reshape(sums, (parts.shape[1], parts.shape[2], 4, 2)))

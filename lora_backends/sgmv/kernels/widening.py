@@ -17,9 +17,7 @@ def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr, IN_PLACE: tl.conste
 
     STORAGE is 0 for values that are not widened; 1 for int8, 2 for float8_e4m3fn and 3 for
     float8_e5m2 on any device; 4, 5 and 6 for the same on CUDA devices of capability 9.0 and later,
-    where inline PTX converts four values at a time. float8 comes as int8. 2 and 3 decode its bits,
-    because not every device converts it: e5m2 is the upper half of a float16, and e4m3fn becomes a
-    float16 whose exponent is 8 too low.
+    where inline PTX converts four values at a time. float8 comes as int8.
 
     IN_PLACE widens in the layout of the load, before Triton lays the values out for the product.
     Behind a load from global memory Triton does that through shared memory, where single bytes are
@@ -37,10 +35,13 @@ def widened(raw, dtype: tl.constexpr, STORAGE: tl.constexpr, IN_PLACE: tl.conste
         return _of_float8(raw, dtype, STORAGE, not IN_PLACE)
     elif STORAGE == 1:
         return raw.to(tl.float32).to(dtype)  # the interpreter converts integers to no bfloat16
+    # decoded, because not every device converts float8
     bits = raw.to(tl.int16)
     if STORAGE == 3:
+        # e5m2 is the upper half of a float16
         return (bits << 8).to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
     else:
+        # e4m3fn becomes a float16 whose exponent is 8 too low
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(dtype)

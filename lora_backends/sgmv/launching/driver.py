@@ -62,19 +62,7 @@ class _Frame(NamedTuple):
 
 
 class DriverKernel:
-    """A compiled kernel with all of its arguments but two addresses.
-
-    Args:
-        launch: cuLaunchKernelEx.
-        function: address of the kernel (CUfunction).
-        grid: of one row.
-        axis: of the grid along which rows follow each other.
-        threads: of a program.
-        shared_bytes: of a program.
-        programmatic: launch before the kernel in front has ended.
-        arguments: of the kernel, without constants. Its tensors and code must stay alive.
-        second: place of the address that changes besides the first argument's.
-    """
+    """A compiled kernel with all of its arguments but two addresses."""
 
     __slots__ = (
         *("_arguments", "_axis", "_frames", "_function"),
@@ -83,15 +71,15 @@ class DriverKernel:
 
     def __init__(
         self,
-        launch: Any,
-        function: int,
-        grid: tuple[int, int, int],
-        axis: int,
-        threads: int,
-        shared_bytes: int,
-        programmatic: bool,
-        arguments: Sequence[int],
-        second: int,
+        launch: Any,  # cuLaunchKernelEx
+        function: int,  # address of the kernel (CUfunction)
+        grid: tuple[int, int, int],  # of one row
+        axis: int,  # of the grid along which rows follow each other
+        threads: int,  # of a program
+        shared_bytes: int,  # of a program
+        programmatic: bool,  # launch before the kernel in front has ended
+        arguments: Sequence[int],  # without constants; their tensors and code must stay alive
+        second: int,  # place of the address that changes besides the first
     ) -> None:
         self._launch, self._function = launch, function
         self._axis, self._programs, self._second = axis, grid[axis], _ARGUMENTS + second
@@ -100,16 +88,10 @@ class DriverKernel:
         self._frames: list[_Frame] = []  # not in use by any launch
 
     def launch(self, rows: int, stream: int, first: int, second: int) -> bool:
-        """Launch on a stream of the current device.
+        """Launch on a stream of the current device, with the addresses that change.
 
         Returns False, with nothing run, in a thread that has no CUDA context yet; Triton's launcher
         gives it one.
-
-        Args:
-            rows: rows of the grid, at least 1.
-            stream: its address.
-            first: the address of the first tensor.
-            second: the address of the other tensor that changes.
 
         Raises:
             RuntimeError: the driver refuses the launch, or an earlier kernel has failed.
@@ -145,23 +127,19 @@ class DriverKernel:
 def driver_kernel(
     compiled: Any,
     pointers: Sequence[int],
-    numbers: Sequence[int],
-    second: int,
+    numbers: Sequence[int],  # that Triton did not compile in as constants
+    second: int,  # place of the address that changes besides the first
     grid: tuple[int, int, int],
     axis: int,
 ) -> DriverKernel | None:
-    """Return a kernel that Triton compiled for these arguments, or None if Triton must launch it.
-
-    `numbers` are those that Triton did not compile in as constants. Triton must launch the kernel
-    if there is no `cuda_driver`, if the kernel needs scratch memory or launch attributes that are
-    not set here, or if its parameters are not the expected ones: the addresses, the numbers (4
-    bytes each, 8 where a number does not fit), and two addresses of scratch memory.
-    """
+    """Return a kernel that Triton compiled for these arguments, or None: Triton launches it."""
     driver, metadata = cuda_driver(), compiled.metadata
     if driver is None or metadata.num_ctas != 1 or metadata.shared > _MOST_SHARED:
         return None
+    # launch attributes and scratch memory are not set here
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
+    # the parameters: the addresses, the numbers, and two addresses of scratch memory
     widths = [4 if -0x80000000 <= number <= 0x7FFFFFFF else 8 for number in numbers]
     if _widths(driver, compiled.function) != [8] * len(pointers) + widths + [8] * _SCRATCH:
         return None
@@ -180,11 +158,11 @@ def driver_kernel(
 
 def _widths(driver: Driver, function: int) -> list[int]:
     """Return the bytes of each parameter of a kernel."""
-    found: list[int] = []
+    widths: list[int] = []
     offset, width = c_size_t(), c_size_t()
-    while not driver.parameter(function, len(found), byref(offset), byref(width)):
-        found.append(width.value)
-    return found
+    while not driver.parameter(function, len(widths), byref(offset), byref(width)):
+        widths.append(width.value)
+    return widths
 
 
 def _refusal(status: int) -> str:

@@ -63,16 +63,6 @@ class Arguments(NamedTuple):
 class SpecializedKernel:
     """A kernel with fixed constants and options, compiled once per kind of arguments.
 
-    Args:
-        kernel: a `triton.jit` function whose signature has tensors, descriptors, ints, constants,
-            in that order.
-        constants: a value for every constant of the signature, by name.
-        programs: programs in a row of the grid.
-        num_warps: warps of a program.
-        num_stages: loop steps whose loads are in flight together.
-        programmatic: launch before the kernel in front has ended (compute capability 9.0).
-        max_registers: of a thread, on a CUDA device; 0 leaves it to the compiler.
-
     Raises:
         TypeError: a constant is missing or unknown.
     """
@@ -90,13 +80,13 @@ class SpecializedKernel:
 
     def __init__(
         self,
-        kernel: Any,
-        constants: Mapping[str, Any],
-        programs: int,
-        num_warps: int = 4,
-        num_stages: int = 1,
-        programmatic: bool = False,
-        max_registers: int = 0,
+        kernel: Any,  # has tensors, descriptors, ints, constants, in that order
+        constants: Mapping[str, Any],  # a value for each of the signature, by name
+        programs: int,  # in a row of the grid
+        num_warps: int = 4,  # of a program
+        num_stages: int = 1,  # loop steps whose loads are in flight together
+        programmatic: bool = False,  # launch before the kernel in front has ended
+        max_registers: int = 0,  # of a thread, on a CUDA device; 0 leaves it to the compiler
     ) -> None:
         names = [name for name in kernel.arg_names if name.isupper()]
         if set(names) != set(constants):
@@ -135,11 +125,9 @@ class SpecializedKernel:
         return _kind(tensors, [tensor.data_ptr() for tensor in tensors], rest)
 
     def launch(self, rows: int, arguments: Arguments) -> None:
-        """Launch on the device of the first tensor, on its current stream.
+        """Launch `rows` rows of the grid on the device of the first tensor, on its current stream.
 
-        Args:
-            rows: rows of the grid, at least 1.
-            arguments: all but the constants.
+        `arguments` are all but the constants.
 
         Raises:
             UnsupportedInputError: the kernel takes more shared memory or threads than the GPU has.
@@ -176,10 +164,8 @@ class SpecializedKernel:
     def bind(self, arguments: Arguments, second: int) -> BoundKernel:
         """Return the compiled kernel of an earlier launch with its arguments filled in.
 
-        Args:
-            arguments: those of the launch.
-            second: position of the tensor whose address changes from call to call besides that of
-                the first tensor. Their dtypes and 16-byte alignment must not change.
+        `second` is the position of the tensor whose address changes from call to call besides that
+        of the first tensor. Their dtypes and 16-byte alignment must not change.
         """
         tensors, descriptors, numbers = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]
@@ -187,7 +173,7 @@ class SpecializedKernel:
         values = [*pointers, *descriptors, *numbers, *self._values]
         grid, axis = self._grid(1), self._axis
         driver = None
-        if tensors[0].is_cuda and all(found is None for found in descriptors):
+        if tensors[0].is_cuda and all(each is None for each in descriptors):
             taken = _without_constants(
                 self.kernel.params[len(tensors) + len(descriptors) :], numbers
             )
@@ -197,11 +183,9 @@ class SpecializedKernel:
         return BoundKernel(compiled, values, second, grid, axis, driver)
 
     def _grid(self, rows: int) -> tuple[int, int, int]:
-        """Return one axis in which the programs of a row follow each other, or two axes.
-
-        Programs of a grid of one axis start sooner. A kernel with PROGRAMS=0 takes two axes,
-        because the division that finds its row would cost it registers.
-        """
+        """Return one axis in which the programs of a row follow each other, or two axes."""
+        # programs of one axis start sooner, but the division that finds their row may cost
+        # registers
         if self._axis == 0:
             return self._programs * rows, 1, 1
         return self._programs, rows, 1
@@ -245,25 +229,16 @@ class SpecializedKernel:
 def specialized(kernel: Any, programs: int, **given: Any) -> SpecializedKernel:
     """Return the `SpecializedKernel` with these constants, in capitals, and other arguments.
 
-    One object serves all batches and layers that lead to the same constants, so that it is compiled
-    once. A PROGRAMS that is not among the constants is `programs`.
+    A PROGRAMS that is not among the constants is `programs`.
     """
     constants = {"PROGRAMS": programs} | {k: v for k, v in given.items() if k.isupper()}
     others = {name: value for name, value in given.items() if not name.isupper()}
+    # one object serves all batches and layers with these constants, so that it is compiled once
     return SpecializedKernel(kernel, constants, programs, **others)
 
 
 class BoundKernel:
-    """A compiled kernel with all of its arguments but two addresses.
-
-    Args:
-        compiled: of Triton, launched before.
-        arguments: of the kernel.
-        second: place of the address that changes besides the first argument's.
-        grid: of one row.
-        axis: of the grid along which rows follow each other.
-        driver: the same, launched in less time; None if Triton must launch it.
-    """
+    """A compiled kernel, launched before, with all of its arguments but two addresses."""
 
     __slots__ = ("_axis", "_compiled", "_driver", "_given", "_programs", "_run", "_second")
 
@@ -271,10 +246,10 @@ class BoundKernel:
         self,
         compiled: Any,
         arguments: list[Any],
-        second: int,
-        grid: tuple[int, int, int],
-        axis: int = 0,
-        driver: DriverKernel | None = None,
+        second: int,  # place of the address that changes besides the first
+        grid: tuple[int, int, int],  # of one row
+        axis: int = 0,  # of the grid along which rows follow each other
+        driver: DriverKernel | None = None,  # the same, launched in less time
     ) -> None:
         self._driver = driver
         # built once: reading Triton's `run` property and filling the list would slow each launch
@@ -284,14 +259,9 @@ class BoundKernel:
         self._axis, self._programs, self._second = axis, grid[axis], _FIRST + second
 
     def launch(self, rows: int, stream: int, first: int, second: int, hooks: bool) -> None:
-        """Launch on a stream of the current device.
+        """Launch on a stream of the current device, with the addresses that change.
 
-        Args:
-            rows: rows of the grid, at least 1.
-            stream: its address.
-            first: the address of the first tensor.
-            second: the address of the other tensor that changes.
-            hooks: `has_launch_hooks`.
+        `hooks` is `has_launch_hooks`.
         """
         driver = None if hooks else self._driver
         if driver is not None and driver.launch(rows, stream, first, second):
@@ -352,11 +322,9 @@ def _kind(
 
 
 def _without_constants(parameters: Sequence[Any], numbers: tuple[int, ...]) -> list[int]:
-    """Return the numbers that a compiled kernel takes, given its `triton.jit` parameters.
-
-    Triton compiles a 1 in as a constant, except for parameters named in `do_not_specialize`.
-    """
+    """Return the numbers that a compiled kernel takes, given its `triton.jit` parameters."""
     pairs = zip(parameters, numbers, strict=False)  # the kernel's constants follow its numbers
+    # Triton compiles a 1 in as a constant, except for parameters named in `do_not_specialize`
     return [number for parameter, number in pairs if number != 1 or parameter.do_not_specialize]
 
 

@@ -40,23 +40,13 @@ def shrink_sizes(
 def expand_sizes(
     tiles: ExpandTiles,
     columns: ColumnPrograms,
-    planes: int,
+    planes: int,  # of h
     max_rank: int,
     storage: Storage,
-    padded_h: bool = False,
+    padded_h: bool = False,  # rows of h have room for the padded rank
     **others: Any,
 ) -> ExpandSizes:
-    """Return the constants of an expand.
-
-    Args:
-        tiles: tile sizes.
-        columns: the grid over the columns of y.
-        planes: of h.
-        max_rank: of the stack.
-        storage: how B is stored.
-        padded_h: whether rows of h have room for the padded rank.
-        others: the rest, by name.
-    """
+    """Return the constants of an expand."""
     group = 16 if storage.kind and max_rank % 16 == 0 else 8  # ranks of a wide load
     even = group if max_rank % group == 0 else 0
     return ExpandSizes(

@@ -56,13 +56,10 @@ def _located(weights: LoRAWeights, name: str, tensors: tuple[torch.Tensor, ...])
 def _as_stack(
     name: str, tensors: tuple[torch.Tensor, ...], addresses: tuple[int, ...]
 ) -> Located | None:
-    """Return tensors at equal distances as a stack; None where they are not.
-
-    In a stack the slices of B follow each other as columns, so a tuple of B is one only if it has a
-    single slice.
-    """
+    """Return tensors at equal distances as a stack; None where they are not."""
     first, size = tensors[0], tensors[0].element_size()
     slot_stride, row_stride, _ = first.stride()
+    # in a stack the slices of B follow each other as columns
     if name == "lora_b":
         return Located(first, (slot_stride, row_stride), first) if len(tensors) == 1 else None
     step = addresses[1] - addresses[0] if len(tensors) > 1 else 0

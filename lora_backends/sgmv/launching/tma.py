@@ -29,12 +29,12 @@ def allows_tma(lora_b: Located, max_rank: int, max_rows: int) -> bool:
     """Return whether B can be loaded through TMA by a grid of up to `max_rows` rows.
 
     B of all slots, and slices or experts, must form one matrix of 8- or 16-bit values with aligned
-    rows; slots, slices and experts may lie at any distance. If slices are separate tensors, a block
-    must not reach beyond a slice, because the memory after it may be unmapped: `launch` then takes
-    TMA only where blocks divide the slices.
+    rows; slots, slices and experts may lie at any distance.
     """
     base = lora_b.base
     *outer, row_stride, _ = base.stride()
+    # If slices are separate tensors, a block must not reach beyond a slice, because the memory
+    # after it may be unmapped: `launch` then takes TMA only where blocks divide the slices.
     return (
         max_rows <= MAX_GRID_ROWS
         and base.element_size() <= 2
@@ -59,9 +59,10 @@ def _rows(lora_b: Located) -> int:
 def descriptor(lora_b: Located, max_rank: int, block_c: int, block_r: int) -> Any:
     """Return the TMA descriptor of a B that `allows_tma`, as one matrix [rows, max_rank].
 
-    Column c of slot l is row ``l * (slot stride // row stride) + c``, and with a table of slices
-    their distance further on. A load takes `block_c` columns of y and `block_r` ranks.
+    A load takes `block_c` columns of y and `block_r` ranks.
     """
+    # column c of slot l is row ``l * (slot stride // row stride) + c``, and with a table of slices
+    # their distance further on
     shape = [_rows(lora_b), max_rank]
     return TensorDescriptor(lora_b.base, shape, [lora_b.base.stride(-2), 1], [block_c, block_r])
 
@@ -77,8 +78,8 @@ class _Address:
         return self.address
 
 
-def without_tensor(found: Any) -> Any:
+def without_tensor(located: Any) -> Any:
     """Return a descriptor that holds B's address instead of B, so that it keeps no memory alive."""
-    if found is None:
+    if located is None:
         return None
-    return replace(found, base=_Address(found.base.data_ptr(), found.base.dtype))
+    return replace(located, base=_Address(located.base.data_ptr(), located.base.dtype))

@@ -47,16 +47,9 @@ def are_alike(capability: str, multiprocessors: int, others: str, other_count: i
 def scaled(tiles: TileConfig, layer: LayerShape, measured: int, gpu: Gpu) -> TileConfig:
     """Return measured sizes with `split_k` changed for another number of multiprocessors.
 
-    Args:
-        tiles: measured sizes.
-        layer: the layer that they were measured for.
-        measured: multiprocessors of the card that they were measured on.
-        gpu: the card that uses them.
-
-    Returns:
-        The sizes with the split_k nearest in ratio to ``split_k * gpu.multiprocessors / measured``;
-        the distance is multiplied by `part_waste`. Unchanged if the cards have as many
-        multiprocessors.
+    They were `measured` for a layer on a card with as many. The new split_k is the one nearest in
+    ratio to ``split_k * gpu.multiprocessors / measured``; the distance is multiplied by
+    `part_waste`.
     """
     shrink, wanted = tiles.shrink, tiles.shrink.split_k * gpu.multiprocessors / measured
     if gpu.multiprocessors == measured:

@@ -62,18 +62,12 @@ LabOf = Callable[[BatchShape, LayerShape], "Lab"]
 
 
 def asked_source(
-    engine: Any,
+    engine: Any,  # the class; searches make backends of it
     device: torch.device,
-    tiles: str | os.PathLike[str] | TileSource,
-    batch_invariant: bool = False,
+    tiles: str | os.PathLike[str] | TileSource,  # as for `tile_source`, or "tune:60s"
+    batch_invariant: bool = False,  # nothing is tuned then
 ) -> TileSource:
     """Return the source that an engine's option `tiles`, or the variable, asks for.
-
-    Args:
-        engine: the class; searches make backends of it.
-        device: of the backend.
-        tiles: as for `tile_source`, or e.g. "tune:60s".
-        batch_invariant: whether all batches take the same sizes; then nothing is tuned.
 
     Raises:
         InvalidInputError: as `tile_source`; or the time cannot be read, or the user's folder cannot
@@ -100,21 +94,12 @@ def asked_source(
 def first_use_source(
     backend: str,
     device: torch.device,
-    seconds: float,
-    tables: TileSource,
+    seconds: float,  # for all searches of the source together
+    tables: TileSource,  # where a search starts, and for calls that are not searched
     lab_of: LabOf,
     now: Callable[[], float] = time.monotonic,
 ) -> TileSource:
-    """Return a source that searches sizes for layers that no table of this card has.
-
-    Args:
-        backend: the engine's name.
-        device: the device that it runs on.
-        seconds: the time of all searches of this source together.
-        tables: the sizes that a search starts from, and those of calls that are not searched.
-        lab_of: makes the lab for a batch and a layer.
-        now: a clock in seconds.
-    """
+    """Return a source that searches sizes for layers that no table of this card has."""
     from lora_backends.bench.results import check_writable, versions
 
     software = {name: str(number) for name, number in versions(*_PACKAGES).items()}
@@ -177,9 +162,9 @@ class _FirstUse:
         return known or self.tables.choose_tiles(batch, layer)
 
     def _known(self, batch: BatchShape, layer: LayerShape) -> TileConfig | None:
-        own = self.tables.measured(batch, layer)
-        if own is not None:
-            return own
+        measured = self.tables.measured(batch, layer)
+        if measured is not None:
+            return measured
         kind = layer, batch.tile_tokens
         alike = [each for each in self.entries.values() if (each.layer, each.tile_tokens) == kind]
         near: Entry | None = nearest(alike, batch.num_tokens, batch.active_slots)
@@ -202,7 +187,7 @@ class _FirstUse:
         try:
             with _apart(self.device):
                 lab, gpu = self.lab_of(batch, layer), gpu_of(self.device)
-                found, entry = search_entry(batch, layer, gpu, self.tables, lab, self.now, end)
+                result, entry = search_entry(batch, layer, gpu, self.tables, lab, self.now, end)
         except (RulesFail, torch.cuda.OutOfMemoryError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             _say(f"  not tuned: {first}")
@@ -210,7 +195,7 @@ class _FirstUse:
         finally:
             self.left -= self.now() - began
         times = f"rules {entry.rules_us:.2f} us -> {entry.tuned_us:.2f} us"
-        _say(f"  {times}, {found.tried} sizes timed")
+        _say(f"  {times}, {result.tried} sizes timed")
         if self._share() < LEAST_SECONDS:
             _say(f"the time to tune is used up; results are in {self.path}")
         self._add(entry)

@@ -34,7 +34,7 @@ def gpu_of(device: torch.device | str) -> Gpu:
     device = torch.device(device)
     if device.type != "cuda":
         return H200
-    found = torch.cuda.get_device_properties(device)
+    card = torch.cuda.get_device_properties(device)
     # on CUDA a kernel may ask for more than the default; ROCm has no such limit beside it
-    shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
-    return Gpu(found.multi_processor_count, shared)
+    shared = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)
+    return Gpu(card.multi_processor_count, shared)

@@ -39,11 +39,9 @@ _SHARED_BYTES = 128 * 1024  # shared memory for the loads in flight
 
 
 def tile_tokens(num_tokens: int, active_slots: int) -> int:
-    """Return the tokens per tile for a batch: 16, 32 or 64.
-
-    About as many as an active slot has on average: tiles of 16 waste the fewest places on slots
-    with few tokens, and wider tiles read A and B less often.
-    """
+    """Return the tokens per tile for a batch: 16, 32 or 64."""
+    # tiles of 16 waste the fewest places on slots with few tokens; wider tiles read A and B less
+    # often
     average = num_tokens // max(1, active_slots)
     if num_tokens < _PREFILL_TOKENS:
         return 32 if average >= 32 and num_tokens > _MANY_ROWS else 16
@@ -69,26 +67,21 @@ def choose_tiles(batch: BatchShape, layer: LayerShape, gpu: Gpu = H200) -> TileC
 
 
 def _are_alone(batch: BatchShape, layer: LayerShape) -> bool:
-    """Return whether slots have about one token each, in a layer that is not short of inputs.
-
-    A captured graph keeps its sizes while the batch changes. Below _SHORT_INPUT inputs most small
-    batches sum in one order, so that a replay gives the bits of an eager call; kernels without a
-    matrix product would sum in another.
-    """
+    """Return whether slots have about one token each, in a layer that is not short of inputs."""
     alone = batch.num_tokens < min(_PREFILL_TOKENS, 2 * max(1, batch.active_slots))
+    # A captured graph keeps its sizes while the batch changes. Below _SHORT_INPUT inputs most small
+    # batches sum in one order, so that a replay gives the bits of an eager call; kernels without a
+    # matrix product would sum in another.
     return alone and layer.in_features >= _SHORT_INPUT
 
 
 def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConfig:
-    """Return sizes for tokens alone with their slot: 16-bit kernels without a matrix product.
-
-    They replace both kernels where the grid has one row, and the expand where it has few rows, or
-    many at rank 16; elsewhere they were slower as often as faster. A max_rank below its padded
-    rank keeps the product: shorter rows of B leave threads idle.
-    """
+    """Return sizes for tokens alone with their slot: 16-bit kernels without a matrix product."""
     rank_pad = padded_rank(layer.max_rank)
+    # a max_rank below its padded rank keeps the product: shorter rows of B leave threads idle
     if layer.item_bytes != 2 or layer.max_rank != rank_pad or rank_pad > MAX_BLOCK_R:
         return tiles
+    # elsewhere these were slower as often as faster
     if rows < _FEW_ROWS:
         wide = layer.out_features >= _WIDE_OUTPUT
         block_c, num_warps = (256, 4) if wide else (64, 2)
@@ -107,26 +100,22 @@ def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConf
 
 
 def ends_beyond_ranks(batch: BatchShape, gpu: Gpu = H200) -> bool:
-    """Return whether programs of the shrink that have no rows of A within the ranks end early.
-
-    To know that, every program first waits for the ranks. With few rows of the grid, dropping
-    that wait brings decode to 0.92 to 1.0 of its time. Many rows fill the GPU, and programs that
-    end make room for others.
-    """
+    """Return whether programs of the shrink that have no rows of A within the ranks end early."""
+    # To know that, every program first waits for the ranks. With few rows of the grid, dropping
+    # that wait brings decode to 0.92 to 1.0 of its time. Many rows fill the GPU, and programs that
+    # end make room for others.
     return gpu.as_on_h200(batch.rows) >= _MANY_ROWS
 
 
 def prefetched_lines(batch: BatchShape, layer: LayerShape, gpu: Gpu = H200) -> tuple[int, int]:
-    """Return the lines of 128 bytes to prefetch per row of x, and per row of y if B comes by TMA.
-
-    More lines of y delay the expand: 8 take 1.02 times as long as 4. With 32 rows of the grid,
-    lines of x cost up to 1.15 times the time, and lines of y pay only in wide layers.
-    """
+    """Return the lines of 128 bytes to prefetch per row of x, and of y where B comes by TMA."""
     rows, wide = gpu.as_on_h200(batch.rows), layer.out_features >= _WIDE_OUTPUT
     if batch.tile_tokens < 64 or rows < _MANY_ROWS:
         return 0, 0
+    # lines of x cost up to 1.15 times the time here, and lines of y pay only in wide layers
     if rows < _PREFETCH_ROWS:
         return 0, 2 if wide else 0
+    # more lines of y delay the expand: 8 take 1.02 times as long as 4
     return 8, 4 if wide and padded_rank(layer.max_rank) == 16 else 2
 
 
@@ -223,17 +212,14 @@ def _expand(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) -> Expan
 def of_8_bits(
     tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu = H200
 ) -> TileConfig:
-    """Return sizes for a stack of 8 bits with a scale per row, made from those for one of 16 bits.
-
-    At ranks up to 16 with about one token per slot, kernels without matrix instructions are
-    faster. Sizes without a product stay as they are.
-    """
+    """Return sizes for a stack of 8 bits with a scale per row, made from those for 16 bits."""
     rows, shrink, expand = gpu.as_on_h200(batch.rows), tiles.shrink, tiles.expand
     if (
         _are_alone(batch, layer)
         and layer.item_bytes == 2
         and padded_rank(layer.max_rank) == MIN_DOT
     ):
+        # at low ranks with about a token per slot, kernels without matrix instructions are faster
         block_c = 128 if rows == 1 else 256
         return TileConfig(_shrink_rows(layer, rows), ExpandTiles(block_c, MIN_DOT, num_stages=0))
     if shrink.warps_k:
@@ -267,20 +253,17 @@ def _shrink_of_8_bits(
 def _long_shrink_of_8_bits(
     shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> ShrinkTiles:
-    """Return blocks of up to 64 rows of A, in enough programs to hide their widening.
-
-    That takes two programs per multiprocessor, or one at rank 16. The split of 16 bits is doubled
-    where there are fewer, and halved where there are twice as many and a wide expand would read all
-    of its planes.
-    """
+    """Return blocks of up to 64 rows of A, in enough programs to hide their widening."""
     block_n, narrow = min(64, shrink.block_n), padded_rank(layer.max_rank) == MIN_DOT
     blocks = -(-layer.stacked // block_n)
     block_k, stages = (128, 5) if narrow else (128, 3) if blocks <= 2 else (64, 5)
+    # that takes two programs per multiprocessor, or one at rank 16
     programs = blocks * gpu.as_on_h200(batch.rows) * shrink.split_k
     split_k, wanted = shrink.split_k, 128 if narrow else 256
     if programs < wanted and layer.in_features >= 4 * block_k * split_k:
         split_k *= 2
     elif split_k % 2 == 0 and programs >= 2 * wanted and layer.out_features >= _WIDE_OUTPUT:
+        # a wide expand would read all of the planes
         split_k //= 2
     return replace(
         shrink, block_n=block_n, block_k=block_k, split_k=split_k, num_warps=4, num_stages=stages
@@ -290,11 +273,8 @@ def _long_shrink_of_8_bits(
 def _expand_of_8_bits(
     expand: ExpandTiles, batch: BatchShape, layer: LayerShape, rows: int
 ) -> ExpandTiles:
-    """In prefill programs have 4 warps, to hide each other's widening, but 8 at rank 16 with TMA.
-
-    In decode blocks of 16 ranks are 256 columns wide; a single row of the grid is faster with twice
-    as many programs of 128.
-    """
+    """Return sizes of the expand of 8 bits."""
+    # in prefill 4 warps, to hide each other's widening, but 8 at rank 16 with TMA
     if batch.num_tokens >= _PREFILL_TOKENS:
         if expand.num_stages == 1:
             return replace(expand, block_c=64, num_warps=4)
@@ -304,6 +284,7 @@ def _expand_of_8_bits(
         return replace(expand, num_stages=4) if wide else expand
     if expand.block_r > MIN_DOT:
         return replace(expand, num_stages=1)
+    # a single row of the grid is faster with twice as many programs of 128
     block_c, chunks = max(expand.block_c, 128 if rows == 1 else 256), expand.chunks
     if block_c > expand.block_c and rows < _MANY_ROWS:
         chunks = max(1, chunks // 2)
@@ -320,10 +301,8 @@ def _shrink_rows(layer: LayerShape, rows: int) -> ShrinkTiles:
 def of_scaled_blocks(
     tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu = H200
 ) -> TileConfig:
-    """Return sizes for a stack of 8 bits whose scales change along the inputs.
-
-    Loads of scales, float32, take more shared memory than those of A.
-    """
+    """Return sizes for a stack of 8 bits whose scales change along the inputs."""
+    # loads of scales, float32, take more shared memory than those of A
     shrink = fitting(tiles.shrink, batch.tile_tokens, layer.item_bytes, gpu, scaled=True)
     return replace(tiles, shrink=shrink)
 
@@ -344,13 +323,11 @@ def _bounded(shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape) -> Shrin
 
 
 def _planes(in_features: int, most: int) -> int:
-    """Return how many parts the inputs have, each a plane of h: up to `most` and _MOST_PLANES.
-
-    It is the largest number of equal parts, in steps of 256, if that is more than half of `most`.
-    Otherwise, from _SHORT_INPUT inputs on, parts are unequal, as for 11008: 43 steps, a prime.
-    """
+    """Return how many parts the inputs have, each a plane of h: up to `most` and _MOST_PLANES."""
     steps, most = max(1, in_features // 256), min(most, _MOST_PLANES)
+    # the largest number of equal parts, in steps of 256, if that is more than half of `most`
     equal = max(split for split in range(1, max(1, most) + 1) if steps % split == 0)
     if 2 * equal > most or in_features < _SHORT_INPUT:
         return equal
+    # unequal, as for 11008: 43 steps, a prime
     return parts(in_features, 256, most)

@@ -148,11 +148,8 @@ def shrink_bytes(
 ) -> int:
     """Return the most shared memory that a shrink takes, without some bytes for barriers.
 
-    Args:
-        shrink: its sizes.
-        tile_tokens: rows of x per program.
-        item_bytes: as in `LayerShape`; 1 counts a block of A widened to 16 bits, too.
-        scaled: A has 8 bits and a scale per value, both loaded, and the product is float32.
+    `item_bytes` is as in `LayerShape`; 1 counts a block of A widened to 16 bits, too. `scaled`: A
+    has 8 bits and a scale per value, both loaded, and the product is float32.
     """
     block_n, x_bytes = shrink.block_n, max(2, item_bytes)
     if shrink.warps_k == 0:  # A goes to registers, a row of x and sums of warps through here
@@ -181,10 +178,8 @@ def fitting(
 def tile_faults(
     tiles: TileConfig, tile_tokens: int, layer: LayerShape, gpu: Gpu = H200
 ) -> list[str]:
-    """Return why the kernels cannot run these sizes or would compute wrong results; [] if neither.
-
-    Every size that a file gives passes through here before it runs.
-    """
+    """Return why the kernels cannot run these sizes or would compute wrong results, or []."""
+    # every size that a file gives passes through here before it runs
     shrink, expand = tiles.shrink, tiles.expand
     sizes = {
         "shrink.block_n": (shrink.block_n, MIN_DOT, 256),

@@ -111,10 +111,12 @@ def tile_source(
     if batch_invariant or tiles == "rules":
         return rules_for(gpu)
     if tiles == "auto":
-        user, own = _automatic(backend, package, device)
-        tables = {path: read_table(path, backend, device) for path in (user, own) if path.is_file()}
-        if own not in tables:
-            tables |= _of_like_card(own.parent, backend, device)
+        user, shipped = _automatic(backend, package, device)
+        tables = {
+            path: read_table(path, backend, device) for path in (user, shipped) if path.is_file()
+        }
+        if shipped not in tables:
+            tables |= _of_like_card(shipped.parent, backend, device)
     else:
         path = as_path(tiles, f"the table of tiles of backend {backend!r}")
         tables = {path: read_like_table(path, backend, device)}
@@ -143,16 +145,14 @@ def user_folder() -> Path:
 
 
 def nearest(measured: Sequence[Any], num_tokens: int, active_slots: int) -> Any | None:
-    """Return the measurement nearest to a batch in log space; None if all are beyond `REACH`.
-
-    Of several equally near the first counts. A measurement has `num_tokens` and `active_slots`.
-    """
+    """Return the measurement nearest to a batch in log space; None if all are beyond `REACH`."""
     best, shortest = None, math.inf
     for candidate in measured:
         tokens = _ratio(candidate.num_tokens, num_tokens)
         slots = _ratio(candidate.active_slots, active_slots)
         distance = math.log(tokens) ** 2 + math.log(slots) ** 2
         if max(tokens, slots) <= REACH and distance < shortest:
+            # of several equally near the first counts
             best, shortest = candidate, distance
     return best
 
@@ -171,18 +171,20 @@ def _automatic(backend: str, package: str, device: torch.device) -> tuple[Path, 
 
 def _of_like_card(folder: Path, backend: str, device: torch.device) -> dict[Path, TileTable]:
     """Return the table in a folder of the like card with the nearest number of multiprocessors."""
-    count, found = gpu_of(device).multiprocessors, {}
+    count, tables = gpu_of(device).multiprocessors, {}
     for path in sorted(folder.glob(f"{backend}-*.json")):
         if is_like(parsed_table(path, backend), device):
-            found[path] = read_like_table(path, backend, device)
-    nearest_first = sorted(found, key=lambda path: _ratio(found[path].multiprocessors, count))
-    return {path: found[path] for path in nearest_first[:1]}
+            tables[path] = read_like_table(path, backend, device)
+    nearest_first = sorted(tables, key=lambda path: _ratio(tables[path].multiprocessors, count))
+    return {path: tables[path] for path in nearest_first[:1]}
 
 
 def _from_tables(given: Mapping[Path, TileTable], device: torch.device, gpu: Gpu) -> TileSource:
     tables = list(given.values())
     indexes = [_index(table) for table in tables]
-    own = [index for index, table in zip(indexes, tables, strict=True) if is_of(table, device)]
+    of_device = [
+        index for index, table in zip(indexes, tables, strict=True) if is_of(table, device)
+    ]
     like = None if is_of(tables[-1], device) else tables[-1].device
 
     @lru_cache(maxsize=4096)
@@ -195,15 +197,17 @@ def _from_tables(given: Mapping[Path, TileTable], device: torch.device, gpu: Gpu
 
     @lru_cache(maxsize=4096)
     def choose_tiles(batch: BatchShape, layer: LayerShape) -> TileConfig:
-        found = _first(indexes, batch, layer)
-        if found is not None:
-            return found
+        chosen = _first(indexes, batch, layer)
+        if chosen is not None:
+            return chosen
         if layer.item_bytes == 1:
             wide = replace(layer, item_bytes=2)
             return rules.of_8_bits(choose_tiles(batch, wide), batch, wide, gpu)
         return rules.choose_tiles(batch, layer, gpu)
 
-    return TileSource(tile_tokens, choose_tiles, tuple(map(str, given)), partial(_first, own), like)
+    return TileSource(
+        tile_tokens, choose_tiles, tuple(map(str, given)), partial(_first, of_device), like
+    )
 
 
 def _first(indexes: Iterable[Index], batch: BatchShape, layer: LayerShape) -> TileConfig | None:

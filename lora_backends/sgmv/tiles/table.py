@@ -75,14 +75,12 @@ class TileTable:
 
 
 def device_of(device: torch.device | str) -> tuple[str, str]:
-    """Return the model of a device and its compute capability, or its architecture on ROCm.
-
-    torch reports a numeric capability on ROCm, too, but there (9, 0) is an MI200.
-    """
+    """Return the model of a device and its compute capability, or its architecture on ROCm."""
     device = torch.device(device)
     if device.type != "cuda":
         return device.type, "none"
     name = torch.cuda.get_device_name(device)
+    # torch reports a numeric capability here, too, but (9, 0) is an MI200
     if torch.version.hip is not None:
         return name, torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
@@ -102,14 +100,12 @@ def read_table(path: Path, backend: str, device: torch.device | str) -> TileTabl
 
 
 def read_like_table(path: Path, backend: str, device: torch.device | str) -> TileTable:
-    """Read a table of this device, or of one that is `alike`, with its sizes scaled to this one.
-
-    Sizes measured on another card that cannot run here are left out.
-    """
+    """Read a table of this device, or of one that is `alike`, with its sizes scaled to this one."""
     table, gpu = _read(path, backend, device, _check_like), gpu_of(device)
     if is_of(table, device):
         return table
     entries = [replace(entry, tiles=_scaled(entry, table, gpu)) for entry in table.entries]
+    # sizes measured on another card may not run here
     return replace(table, entries=tuple(e for e in entries if not _faults(e, gpu)))
 
 
@@ -199,10 +195,10 @@ def _no_number(constant: str) -> None:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    by_key = dict(pairs)
+    if len(by_key) < len(pairs):
         raise StrictError("an object repeats a key")
-    return found
+    return by_key
 
 
 def _check_owner(table: TileTable, backend: str, device: torch.device | str) -> None:
@@ -234,10 +230,7 @@ def _other_card(table: TileTable, device: torch.device | str) -> str:
 
 
 def _check_entries(table: TileTable, gpu: Gpu | None) -> None:
-    """Refuse sizes that kernels would run wrongly, and two entries for one layer and batch.
-
-    Sizes of another card, for which `gpu` is None, are checked after they are scaled.
-    """
+    """Refuse sizes that kernels would run wrongly, and two entries for one layer and batch."""
     seen: set[Any] = set()
     for i, batch in enumerate(table.batches):
         _check_batch(f"batches[{i}]", batch)
@@ -249,6 +242,7 @@ def _check_entries(table: TileTable, gpu: Gpu | None) -> None:
             raise StrictError(f"{where}.layer is not a layer: {layer}")
         if not (_is_time(entry.tuned_us) and _is_time(entry.rules_us)):
             raise StrictError(f"{where}: microseconds are numbers above 0")
+        # sizes of another card, for which `gpu` is None, are checked after they are scaled
         faults = _faults(entry, gpu) if gpu is not None else []
         if faults:
             raise StrictError(f"{where}.tiles cannot be run: {'; '.join(faults)}")

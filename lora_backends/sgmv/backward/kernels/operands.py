@@ -85,7 +85,7 @@ class OuterSizes(NamedTuple):
     CHUNKS: int = 1
 
 
-class SumSizes(NamedTuple):
+class RowSumSizes(NamedTuple):
     """Constants of the sum of rows."""
 
     COLUMNS: int
@@ -114,7 +114,7 @@ class EmbeddingSizes(NamedTuple):
     INTERPRETED: bool
 
 
-class Piece(NamedTuple):
+class SlotPiece(NamedTuple):
     """Neighbouring runs of one slot."""
 
     slot: Any

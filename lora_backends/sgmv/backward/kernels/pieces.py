@@ -16,7 +16,7 @@ partial sums, two places for each window: the first piece of a slot, and a later
 import triton
 import triton.language as tl
 
-from lora_backends.sgmv.backward.kernels.operands import Piece
+from lora_backends.sgmv.backward.kernels.operands import SlotPiece
 
 
 @triton.jit
@@ -34,17 +34,17 @@ def runs_of(slot, slot_table_ptr, runs):
 @triton.jit
 def place_of(slot, slots_ptr, num_slots):
     """Return where a slot is in the list of wanted ones, -1: nowhere."""
-    found = slot * 0 - 1
+    place = slot * 0 - 1
     for start in tl.range(0, num_slots, 128, num_stages=1):
         i = start + tl.arange(0, 128)
         of = tl.load(slots_ptr + i, mask=i < num_slots, other=-1)
-        found = tl.maximum(found, tl.max(tl.where(of == slot, i, -1)))
-    return found
+        place = tl.maximum(place, tl.max(tl.where(of == slot, i, -1)))
+    return place
 
 
 @triton.jit
 def piece_of(row, slots_ptr, num_slots, slot_table_ptr, runs, P: tl.constexpr):
-    """Return the `Piece` of a row of the grid: a wanted slot's first, then one for each window."""
+    """Return the `SlotPiece` of a grid row: a wanted slot's first, then one for each window."""
     row = row.to(tl.int32)
     part = row * 0 - 1
     if P.RUNS == 0:
@@ -70,4 +70,4 @@ def piece_of(row, slots_ptr, num_slots, slot_table_ptr, runs, P: tl.constexpr):
             part = window * 2 + 1
             if not P.ALL:
                 end = tl.where(place_of(slot, slots_ptr, num_slots) < 0, 0, end)
-    return Piece(slot=slot, first=first * P.SIZE, end=end * P.SIZE, part=part)
+    return SlotPiece(slot=slot, first=first * P.SIZE, end=end * P.SIZE, part=part)

@@ -83,8 +83,8 @@ def dh_kernel(
         group = tl.where(s == i, SIZES.FIRST_GROUPS[i], group)
     rank = tl.load(ranks_ptr + slot * SLICES + s)
     if SIZES.SLICE_ALIGN > 0:
-        own, slot_stride, b_stride = slice_entry(b_slices_ptr, s, True, SIZES.SLICE_ALIGN)
-        b_slot = b_ptr + own + slot * slot_stride
+        distance, slot_stride, b_stride = slice_entry(b_slices_ptr, s, True, SIZES.SLICE_ALIGN)
+        b_slot = b_ptr + distance + slot * slot_stride
     else:
         b_slot, b_stride = b_ptr + slot * b_stride_l, b_stride_c
     scales = b_scales_ptr + slot * b_scales_stride_l

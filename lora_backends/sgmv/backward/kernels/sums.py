@@ -159,7 +159,7 @@ def add_columns_kernel(
         )
         at += SIZES.BLOCK_T
         more = tl.min(same.to(tl.int32)) > 0
-    own = (place.to(tl.int64) * num_slices + s) * SIZES.MAX_RANK + r  # [R]
-    out_at = out_ptr + own * vocabulary + key % vocabulary
+    out_row = (place.to(tl.int64) * num_slices + s) * SIZES.MAX_RANK + r  # [R]
+    out_at = out_ptr + out_row * vocabulary + key % vocabulary
     out = rounded(sums, out_ptr.dtype.element_ty, SIZES.INTERPRETED)
     tl.store(out_at, out, mask=used)
