@@ -45,6 +45,7 @@ PEFT_MODELS = [
         "models/test_peft_equality",
         "models/test_smollm2",
         "models/test_sweep",
+        "serving/test_adapter_kinds",
         "serving/test_serving_benchmarks",
         "training/test_agreement",
         "training/test_bases",

@@ -17,6 +17,7 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.entries import Choices, Entry
 from lora_backends.hf.calls.running import IDLE, ModelCall, running
 from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.replacements.rows import Replacement, replaced_rows
 from lora_backends.hf.wrapped import WrappedModel
 
 _LENGTH, _KEPT = 5, (1, 3)
@@ -31,19 +32,28 @@ makes two parts of a request: tokens before the invocation, with entry None, and
 class PackedModules:
     """The tokens that modules see in a pass over [1, tokens]."""
 
-    of_tokens: frozenset[str]  # all, in their order
+    of_tokens: frozenset[str]  # all
     of_logits: frozenset[str]  # those whose logits are asked for
+    layouts: Mapping[str, Layout]  # of the wrapper: it learns of norms when an adapter has its own
+    owners: Mapping[str, str]  # path of a parameter of experts to that of its module
 
     def check_adapters(self, pool: AdapterPool, slots: Mapping[str, int]) -> None:
-        """Raise UnsupportedInputError for adapters of modules that see anything else."""
+        """Raise UnsupportedInputError for modules that see anything else, and other sizes."""
+        seen = self.of_tokens | self.of_logits
         for name, slot in slots.items():
-            if pool.own_modules(slot).keys() - {""}:  # "" is an invocation, no module
-                raise UnsupportedInputError(
-                    f"adapter {name!r} has modules of its own, which no request can use\n"
-                    f"  allowed: plain LoRA or aLoRA\n"
-                    f"  to do: call generate() for these rows"
-                )
-            others = sorted({*pool.modules_of(slot)} - {""} - self.of_tokens - self.of_logits)
+            for path, own in pool.own_modules(slot).items():
+                if isinstance(own, Replacement) and own.width is not None:
+                    raise UnsupportedInputError(
+                        f"adapter {name!r} has {path} with {own.width} outputs, and requests share "
+                        f"one number of outputs\n"
+                        f"  allowed: modules of the base model's sizes\n"
+                        f"  to do: call the model for these rows, with logits_as_list=True"
+                    )
+            # A module that mixes tokens sees no order; "" is an invocation, no module.
+            touched = {self.owners.get(path, path) for path in pool.modules_of(slot)} - {""}
+            others = sorted(
+                path for path in touched if path not in seen or not self.layouts[path].in_order
+            )
             if others:
                 raise UnsupportedInputError(
                     f"adapter {name!r} touches modules that do not see the tokens of a row in "
@@ -73,8 +83,11 @@ def find_packed(wrapped: WrappedModel) -> PackedModules:
         # As Transformers' own model runner asks. Under another name it would be missed here and in
         # `begin_forward`, and `plan` would refuse a head that sees fewer positions than tokens.
         inputs["logits_to_keep"] = torch.tensor(_KEPT, device=device)
+    # Modules without LoRA, such as norms, may be an adapter's own.
+    holders = {path: module for path, module in base.named_modules() if module._parameters}
+    modules = {**holders, **wrapped.modules}
     # Sets, because a module may run several times in one pass.
-    seen: dict[str, set[int]] = {path: set() for path in wrapped.modules}
+    seen: dict[str, set[int]] = {path: set() for path in modules}
 
     mine = threading.get_ident()
 
@@ -89,18 +102,18 @@ def find_packed(wrapped: WrappedModel) -> PackedModules:
 
         return hook
 
-    handles = [m.register_forward_pre_hook(noting(path)) for path, m in wrapped.modules.items()]
+    handles = [m.register_forward_pre_hook(noting(path)) for path, m in modules.items()]
     try:
         with running(IDLE):
             base(**inputs, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    # A module that mixes tokens, or was not seen in a trial, gets no adapter.
-    in_order = {path for path in seen if wrapped.layouts[path].in_order}
     return PackedModules(
-        frozenset(path for path in in_order if seen[path] == {_LENGTH}),
-        frozenset(path for path in in_order if seen[path] == {len(_KEPT)}),
+        frozenset(path for path in seen if seen[path] == {_LENGTH}),
+        frozenset(path for path in seen if seen[path] == {len(_KEPT)}),
+        wrapped.layouts,
+        {path: site.path for site in wrapped.experts.values() for path in site.paths},
     )
 
 
@@ -143,6 +156,7 @@ class RequestsCall(ModelCall):
         slots = {name: slot for _, by_name, _ in packed for name, slot in by_name.items()}
         entries = [entry for entry, _, _ in packed]
         self._choices = self._packed.choices(self._wrapped, entries, slots)
+        self.replacements = replaced_rows(pool, slots, self._choices)
         counts = torch.tensor([tokens for _, _, tokens in packed], device="cpu")
         numbers = torch.tensor(self._choices.first, dtype=torch.int64, device="cpu")
         self._slots = numbers.repeat_interleave(counts)
@@ -152,17 +166,28 @@ class RequestsCall(ModelCall):
 
     def plan(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> Any:
         """Return the plan for an input of `shape`, without its last axis; positions are tokens."""
-        wanted = self._kept if paths[0] in self._packed.of_logits else None
-        # `logits_to_keep` may be on the GPU, the slots are on the CPU.
-        slots = self._slots if wanted is None else self._slots[wanted.to("cpu")]
+        slots = self.numbers(shape, layout, paths)
+        assert self._choices is not None  # begin_forward has set it
+        return (self._logits if self._keeps(paths) else self._tokens).of(self._choices, slots)
+
+    def numbers(self, shape: tuple[int, ...], layout: Layout, paths: Sequence[str]) -> torch.Tensor:
+        """Return the number of each position of such an input; errors as `plan`."""
+        slots = self._slots
+        if self._keeps(paths):
+            assert self._kept is not None
+            # `logits_to_keep` may be on the GPU, the slots are on the CPU.
+            slots = slots[self._kept.to("cpu")]
         if _tokens_in(shape) != len(slots):
             raise UnsupportedInputError(
                 f"module {paths[0]} sees an input of shape {list(shape)} (without its last axis) "
                 f"in a forward pass of {len(slots)} tokens of requests\n"
                 f"  to do: leave the module out of target_modules, or call generate()"
             )
-        assert self._choices is not None  # begin_forward has set it
-        return (self._tokens if wanted is None else self._logits).of(self._choices, slots)
+        return slots
+
+    def _keeps(self, paths: Sequence[str]) -> bool:
+        """Return whether modules see only the tokens whose logits are asked for."""
+        return self._kept is not None and paths[0] in self._packed.of_logits
 
 
 class _Plan:

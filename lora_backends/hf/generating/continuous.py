@@ -42,6 +42,7 @@ from lora_backends.hf.generating.paged import PagedModel, check_model, no_batchi
 from lora_backends.hf.generating.passes import Passes
 from lora_backends.hf.generating.request_words import RequestWords, RowProcessors
 from lora_backends.hf.layout.sites import vocabulary_of
+from lora_backends.hf.replacements.rows import check_compiled, replaced_rows
 from lora_backends.hf.wrapped import WrappedModel
 
 CHILD = "__child#"
@@ -225,9 +226,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             InvalidInputError: an unknown adapter, a wrong token, id or option, more tokens than
                 the cache or the model's positions hold, it was cancelled while it waited, no slot
                 will come free, or the manager has stopped.
-            UnsupportedInputError: entries per token, an adapter that replaces modules or adapts one
-                that does not see the tokens in their order, a blend that a call would refuse or
-                that includes an aLoRA, or an option that is not followed.
+            UnsupportedInputError: entries per token, an adapter of a module that does not see the
+                tokens in their order, or with a head of other labels; a blend that a call would
+                refuse or that includes an aLoRA, or an option that is not followed.
         """
         # All checks run in the caller's thread: an error in the manager's ends all requests.
         ids = self._check_tokens(input_ids)
@@ -303,7 +304,9 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
             self._packed.check_adapters(self._wrapped.pool, slots)
             start = invocation_in(adapter, slots, self._wrapped.pool, ids)
             # A blend that cannot run is refused here, and not in the thread that runs all requests.
-            self._packed.choices(self._wrapped, [adapter], slots)
+            choices = self._packed.choices(self._wrapped, [adapter], slots)
+            if replaced_rows(self._wrapped.pool, slots, choices):
+                check_compiled(self._wrapped.base, "the adapter has modules of its own")
             # `delivery`: no output of an earlier request of this id may arrive from here on.
             with self.output_router.delivery, self._held_lock:
                 if request_id in self._held:

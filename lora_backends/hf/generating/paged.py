@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from lora_backends.errors import UnsupportedInputError
+from lora_backends.errors import UnsupportedInputError, told
 from lora_backends.hf.calls.packed import RequestsCall
 from lora_backends.hf.calls.running import running
 from lora_backends.hf.wrapped import WrappedModel
@@ -20,6 +20,9 @@ EAGER_ARGUMENTS = frozenset(
 )
 """Arguments of an `eager_attention_forward` that the paged attention can replace. It reads sinks
 from the module and needs no dropout."""
+
+_WITHOUT_PAGES = (RuntimeError, AttributeError, TypeError, KeyError)
+"""Errors of a first pass whose attention was written for another cache."""
 
 
 class PagedModel:
@@ -92,11 +95,12 @@ class PagedModel:
         cache.update = noting
         try:
             output = base(**inputs)
-        except RuntimeError as error:
-            # Masks have the sizes of the cache. Subclasses are other failures, e.g. of memory.
-            if self._reads_cache or type(error) is not RuntimeError:
+        except Exception as error:
+            # Masks have the sizes of the cache, which lacks methods and arguments of others.
+            # Subclasses of RuntimeError are other failures, e.g. of memory.
+            if self._reads_cache or type(error) not in _WITHOUT_PAGES:
                 raise
-            raise no_paged_attention(base, f"\n  the pass ended with: {error}") from error
+            raise no_paged_attention(base, f"\n  the pass ended with: {told(error)}") from error
         finally:
             del cache.update
         if not self._reads_cache:

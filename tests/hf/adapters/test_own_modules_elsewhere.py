@@ -1,4 +1,4 @@
-"""Adapters that bring more than LoRA, from memory, out of a store and as requests."""
+"""Adapters that bring more than LoRA, from memory and out of a store."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch
 from helpers.sweeps.sweep import BOUND, adapt, in_peft
 from helpers.sweeps.sweep_variants import Q_V, build, inputs
 
-from lora_backends import InvalidInputError, UnsupportedInputError
+from lora_backends import InvalidInputError
 from lora_backends.hf import MultiLoRAModel
 
 HEAD = {**Q_V, "modules_to_save": ["lm_head"]}
@@ -55,10 +55,3 @@ def test_a_peft_model_brings_its_head_and_is_not_updated_in_place(two):
     with pytest.raises(InvalidInputError, match="it has modules of its own"):
         model.update_adapter("a", trained)
     assert_is(model, "a", expected)
-
-
-def test_requests_refuse_an_adapter_with_a_head(two):
-    _, model, folders, _ = two
-    model.load_adapter("a", folders["a"])
-    with pytest.raises(UnsupportedInputError, match="'a' has modules of its own"):
-        model.generate_batch([[1, 2]], adapters=["a"], max_new_tokens=1)

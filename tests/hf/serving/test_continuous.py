@@ -329,6 +329,7 @@ def test_another_thread_may_call_the_model_meanwhile(model):
     ("changes", "message"),
     [
         ({"use_cuda_graph": True}, "use_cuda_graph"),
+        ({"use_cuda_graph": (False, True)}, "use_cuda_graph"),  # of decode steps alone
         ({"use_async_batching": True}, "use_async_batching"),
         ({"default_compile_level": 1}, "compile"),
     ],
@@ -371,11 +372,13 @@ def test_another_failure_of_the_first_pass_keeps_its_name(model):
         requests.collect(requests.add_requests(prompts(3), adapters=["a", None, "b"]))
 
 
-@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("mask", [True, False, None])
 def test_a_model_that_leaves_the_cache_alone_is_refused(model, mask):
-    """As StableLM does; its masks fail by their sizes, where its attention takes masks."""
+    """As StableLM does; masks fail by their sizes. OPT asks the cache for methods that it lacks."""
 
     def forget(module, args, kwargs):
+        if mask is None and kwargs["cache"] is not None:
+            kwargs["cache"].method_of_another_cache()
         kept = {name: value for name, value in kwargs.items() if name != "cache"}
         return args, kept if mask else {**kept, "attention_mask": None}
 
