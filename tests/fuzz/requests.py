@@ -13,15 +13,17 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 
 from lora_backends import LoRABackendError
+from lora_backends.adapters.specs import OwnModules, OwnParameter, TokenRows
 from lora_backends.hf import MultiLoRAModel
 
 from ..helpers.continuous import settings
@@ -33,7 +35,15 @@ VOCABULARY, POSITIONS, SLOTS = 40, 64, 3
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head")
-ADAPTERS = tuple("abcde")
+PLAIN, WITH_MODULES = tuple("abc"), tuple("de")
+ADAPTERS = PLAIN + WITH_MODULES
+SAVED = (
+    "model.norm",
+    "model.layers.1.input_layernorm",
+    "model.layers.0.self_attn.v_proj",
+    "model.layers.1.mlp.gate_proj",
+    "lm_head",
+)
 WORDS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.4},
     {"no_repeat_ngram_size": 2},
@@ -180,9 +190,29 @@ def _models(draw: random.Random) -> tuple[MultiLoRAModel, MultiLoRAModel, str]:
     for seed, name in enumerate(ADAPTERS):
         chosen = draw.sample(TARGETS, draw.randint(1, len(TARGETS)))
         checkpoint = random_checkpoint(base, chosen, draw.randint(1, 4), seed, std=0.6)
+        if name in WITH_MODULES:
+            checkpoint = replace(checkpoint, own=_own_modules(base, chosen, draw, seed))
         for each in (model, alone):
             each.add_adapter(name, checkpoint)
     return model, alone, f"{kind}, {backend}"
+
+
+def _own_modules(base: Any, adapted: Sequence[str], draw: random.Random, seed: int) -> OwnModules:
+    """Return random modules, heads and tokens of an adapter, in place of the base model's."""
+    generator = torch.Generator().manual_seed(seed)
+    tied = {"lm_head"} if base.config.tie_word_embeddings else set()
+    free = [path for path in SAVED if path.rpartition(".")[2] not in {*adapted, *tied}]
+    parameters = {}
+    for path in draw.sample(free, draw.randint(0, len(free))):
+        weight = base.get_parameter(f"{path}.weight").detach()
+        changed = weight + 0.3 * torch.randn(weight.shape, generator=generator)
+        parameters[f"{path}.weight"] = OwnParameter(changed, alone=True)
+    tokens = {}
+    if draw.random() < 0.5 or not parameters:
+        ids = tuple(draw.sample(range(VOCABULARY), draw.randint(1, VOCABULARY)))
+        values = torch.randn(len(ids), base.config.hidden_size, generator=generator)
+        tokens["model.embed_tokens"] = TokenRows(ids, values)
+    return OwnModules(parameters, tokens)
 
 
 def _base(kind: str) -> Any:
@@ -207,7 +237,7 @@ def _request(draw: random.Random) -> dict[str, Any]:
         "adapter": draw.choice((None, *ADAPTERS)),
     }
     if draw.random() < 0.1:
-        first, second = draw.sample(ADAPTERS, 2)
+        first, second = draw.sample(PLAIN, 2)
         options["adapter"] = {first: 0.5, second: draw.choice((0.25, 1.5))}
     if draw.random() < 0.3:
         options["eos_token_id"] = draw.sample(range(VOCABULARY), 4)
