@@ -11,6 +11,8 @@ from starlette.exceptions import HTTPException
 MOST_TOKENS = 16  # of an answer, unless the request says otherwise
 MOST_STOPS = 4
 
+GREEDY_BELOW = 1e-5  # temperatures that would overflow scores
+
 BOUNDS = {
     "temperature": (0, 2),
     "top_p": (1e-9, 1),
@@ -89,7 +91,8 @@ def asked(body: Any, chat: bool, samples: bool) -> Asked:
         raise refused(400, f'"model" (a text) and "{source}" are needed')
     most = body.get("max_completion_tokens", body.get("max_tokens", MOST_TOKENS))
     options = body.get("stream_options", {})
-    if not isinstance(options, dict) or not all(type(v) is bool for v in options.values()):
+    words = {**options} if isinstance(options, dict) else {"": options}
+    if words.keys() - {"include_usage"} or not all(type(v) is bool for v in words.values()):
         raise refused(400, '"stream_options" allows "include_usage", true or false')
     stops = body.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
@@ -121,10 +124,10 @@ def sampling(body: Mapping[str, Any], samples: bool) -> dict[str, Any]:
             if type(value) not in kinds or not least <= value <= largest:
                 raise refused(400, f'"{word}" is not from {least:g} to {largest:g}')
             words[word] = value if word == "top_k" else float(value)
-    # The manager samples for the whole batch; top_k = 1 makes a row's choice greedy.
-    if words.get("temperature") == 0 or not (samples or words.keys() - {"repetition_penalty"}):
+    cold = words.get("temperature", 1) < GREEDY_BELOW
+    if cold or not (samples or words.keys() - {"repetition_penalty"}):
         penalty = {k: v for k, v in words.items() if k == "repetition_penalty"}
-        return {"top_k": 1, **penalty}
+        return {"do_sample": False, **penalty}
     if words.keys() - {"repetition_penalty"}:  # OpenAI's defaults, not the model's
         words = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **words}
     return words
@@ -138,6 +141,8 @@ def prompt(value: Any) -> Any:
         value.encode()  # half a character is a ValueError
     elif not isinstance(value, list):
         raise refused(400, '"prompt" is neither a text nor a list of token ids')
+    elif any(isinstance(each, (str, list)) for each in value):
+        raise refused(400, '"prompt" has several prompts: send a request for each')
     return value
 
 
@@ -147,12 +152,20 @@ def messages(value: Any) -> tuple[dict[str, str], ...]:
     for each in value if isinstance(value, list) else ():
         parts = each.get("content") if isinstance(each, dict) else None
         if isinstance(parts, list):
-            texts = [p.get("text") if isinstance(p, dict) else None for p in parts]
+            texts = [p.get("text") if is_text(p) else None for p in parts]
             parts = "".join(texts) if all(isinstance(t, str) for t in texts) else None
         if not isinstance(parts, str) or not isinstance(each.get("role"), str):
             raise refused(400, 'each of "messages" needs a "role" and a text as "content"')
+        # Clients send an answer back with fields that are null or empty.
+        if others := [word for word in each if word not in ("role", "content") and each[word]]:
+            raise refused(400, f"{others[0][:50]!r} of a message is not honoured by this server")
         (parts + each["role"]).encode()
         found.append({"role": each["role"], "content": parts})
     if not found:
         raise refused(400, '"messages" is not a list with at least one message')
     return tuple(found)
+
+
+def is_text(part: Any) -> bool:
+    """Return whether a part of a message is a text and nothing else."""
+    return isinstance(part, dict) and part.get("type") == "text" and len(part) == 2

@@ -33,6 +33,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
 
 from lora_backends.errors import LoRABackendError
@@ -81,6 +82,7 @@ class Server:
             Route("/health", self.health),
             Route("/metrics", self.tell_metrics),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.one_model),
             Route("/v1/completions", self.completions, **post),
             Route("/v1/chat/completions", self.chat, **post),
             Route("/v1/load_lora_adapter", self.load, **post),  # as vLLM names them
@@ -103,8 +105,13 @@ class Server:
         """List what the "model" of a request may be."""
         self._check_key(request)
         names = [BASE, *await run_in_threadpool(self._names)]
-        listed = [{"id": n, "object": "model", "created": 0, "owned_by": "user"} for n in names]
-        return JSONResponse({"object": "list", "data": listed})
+        return JSONResponse({"object": "list", "data": [card(name) for name in names]})
+
+    async def one_model(self, request: Request) -> Response:
+        """Tell that one "model" is there."""
+        self._check_key(request)
+        await self._check_model(request.path_params["name"])
+        return JSONResponse(card(request.path_params["name"]))
 
     async def load(self, request: Request) -> Response:
         """Load {"lora_name": ..., "lora_path": a folder in --adapters} into a slot."""
@@ -113,8 +120,7 @@ class Server:
         folder = None if root is None or "\0" in path else root / path
         if folder is None or not await run_in_threadpool(is_inside, folder, root):
             raise refused(400, '"lora_path" is not a folder inside of --adapters')
-        again = name in self.model.adapters
-        await run_in_threadpool(self.model.load_adapter, name, folder, replace_existing=again)
+        await run_in_threadpool(self.model.load_adapter, name, folder, replace_existing=True)
         self.unloaded.discard(name)
         return JSONResponse({"status": "loaded"})
 
@@ -145,7 +151,7 @@ class Server:
             await while_connected(request, work.begin())
             if want.stream:
                 self.running += 1  # until the stream has ended
-                return StreamingResponse(work.events(), media_type="text/event-stream")
+                return Events(work)
             return JSONResponse(await while_connected(request, work.whole()))
         except BaseException:
             work.leave()
@@ -158,6 +164,9 @@ class Server:
         values = [body.get(word) if isinstance(body, dict) else None for word in words]
         if not all(isinstance(value, str) and value for value in values) or BASE in values[:1]:
             raise refused(400, f"needed: {', '.join(words)} (texts; no adapter is named {BASE!r})")
+        if others := [word for word in body if word not in words and body[word] is not None]:
+            raise refused(400, f"{others[0][:50]!r} is not honoured by this server: leave it out")
+        "".join(values).encode()  # half a character, which is a ValueError, fits in no metric
         return [str(value) for value in values]
 
     async def _body(self, request: Request) -> Any:
@@ -314,8 +323,6 @@ class Answer:
             yield "data: [DONE]\n\n"
         except HTTPException as error:
             yield event({"error": {"message": error.detail, "code": error.status_code}})
-        finally:
-            self.server.running -= 1
 
     def _told(self, kind: str, choices: list[Any]) -> dict[str, Any]:
         kind = kind if self.chat else "text_completion"
@@ -326,6 +333,22 @@ class Answer:
         total = self.prompt_tokens + self.tokens
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens}
         return {**counts, "total_tokens": total}
+
+
+class Events(StreamingResponse):
+    """The answer as server-sent events."""
+
+    def __init__(self, work: Answer) -> None:
+        super().__init__(work.events(), media_type="text/event-stream")
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; the request ends with them, also if the client left before the first."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._work.leave()
+            self._work.server.running -= 1
 
 
 async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
@@ -352,6 +375,11 @@ def is_inside(folder: Path, root: Path | None) -> bool:
         return True
     files = list(folder.iterdir()) if folder.is_dir() else []
     return all(path.resolve().is_relative_to(root.resolve()) for path in (folder, *files))
+
+
+def card(name: str) -> dict[str, Any]:
+    """Return a "model" as OpenAI lists it."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "user"}
 
 
 def event(value: Any) -> str:

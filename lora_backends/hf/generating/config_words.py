@@ -15,7 +15,8 @@ from transformers import GenerationConfig
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown, told
 
 OF_THE_BATCH = frozenset({"do_sample", "num_return_sequences"})
-"""Followed, with one value for all requests of a manager."""
+"""Followed, with one value for all requests of a manager; of one that samples, a request may be
+greedy."""
 
 FOLLOWED = OF_THE_BATCH | frozenset(
     """max_new_tokens max_length min_new_tokens min_length eos_token_id temperature top_k top_p

@@ -217,7 +217,8 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
                 and the number of blocks is known, as many as the cache holds.
             adapter: an adapter's name, a blend of several, or None.
             options: streaming, record_timestamps, eos_token_id; with per_request_processors in
-                the ContinuousBatchingConfig also words of a GenerationConfig, e.g. temperature.
+                the ContinuousBatchingConfig also words of a GenerationConfig, e.g. temperature, or
+                do_sample=False where the manager samples.
 
         Returns:
             The id of the request.

@@ -28,6 +28,9 @@ from lora_backends.hf.generating.config_words import (
 )
 from lora_backends.hf.layout.sites import vocabulary_of
 
+MOST = 50.0
+"""Largest score of a trial; scores of models are of that size."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -58,6 +61,7 @@ class RequestWords:
         self._vocabulary = vocabulary_of(base)
         self._ends = _checked_ends(self.config.eos_token_id)
         self._positions = _positions(base)
+        self._sequences = self.config.num_return_sequences or 1
         # With an end token, as a request may have one: some processors exist only with it.
         any_list = self._processors(self.config, [0], 1, self._ends or [0])
         # If no request changes scores, the manager runs no processor.
@@ -103,6 +107,9 @@ class RequestWords:
             )
         check_followed(config)
         for word in OF_THE_BATCH & options.keys():
+            # A batch that samples takes the one token that `OnlyBest` leaves.
+            if word == "do_sample" and config.do_sample is False and self._sequences == 1:
+                continue
             if getattr(config, word) != getattr(self.config, word):
                 raise UnsupportedInputError(
                     f"{word} of a request is {shown(options[word])}, and "
@@ -150,11 +157,15 @@ class RequestWords:
             alone.min_length = alone.min_new_tokens + len(ids)
         try:
             processors = self._made(alone, ids, ends)
+            if self.config.do_sample and not config.do_sample:
+                processors.append(OnlyBest())
             # Some look at their values only at the first or at the last token, where a failure
-            # would end all requests.
+            # would end the request.
             for tokens in (ids, ids + [0] * ((new or 1) - 1)) if processors else ():
-                scores = torch.zeros(1, self._vocabulary, device=self._base.device)
-                processors(torch.tensor([tokens], device=scores.device), scores)
+                scores = torch.linspace(-MOST, MOST, self._vocabulary, device=self._base.device)
+                scores = processors(torch.tensor([tokens], device=scores.device), scores[None])
+                if config.do_sample and bool(scores.softmax(-1).isnan().any()):
+                    raise ValueError(f"of scores from {-MOST} to {MOST} it leaves none to sample")
         except Exception as error:
             defaults = default_words()
             words = {word: getattr(config, word, None) for word in sorted(FOLLOWED)}
@@ -174,6 +185,17 @@ class RequestWords:
             device=device,
             model_kwargs={},
         )
+
+
+class OnlyBest(LogitsProcessor):  # type: ignore[misc]  # has no types
+    """Leaves each row its best token, the one that a greedy search takes."""
+
+    supports_continuous_batching = True  # reads scores alone
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores of 0 and minus infinity, [rows, vocabulary]; `input_ids` are not read."""
+        best = scores.argmax(-1, keepdim=True)
+        return torch.full_like(scores, -torch.inf).scatter_(1, best, 0.0)
 
 
 class RowProcessors(LogitsProcessor):  # type: ignore[misc]  # has no types

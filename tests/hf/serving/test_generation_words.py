@@ -258,13 +258,31 @@ def test_requests_may_have_words_of_their_own(model):
         assert found[name].generated_tokens == alone(model, ids, who, **words)
 
 
+def test_requests_of_a_manager_that_samples_may_be_greedy(model):
+    """Also where the best scores are equal, as those of 16-bit models often are."""
+    head = model.base.lm_head.weight
+    head.data[20:] = head.data[:20]
+    inputs, entries = prompts(6), [None] * 6
+    config = GenerationConfig(do_sample=True, temperature=2.0, top_k=0)
+    own = [{"do_sample": False}] * 4 + [{"do_sample": False, "repetition_penalty": 3.0}, {}]
+    with model.continuous_batching(config, settings(per_request_processors=True)) as requests:
+        added = zip(inputs, entries, own, strict=True)
+        names = [requests.add_request(ids, adapter=who, **words) for ids, who, words in added]
+        found = soon(requests.collect, names)
+    for name, ids, who, words in zip(names[:5], inputs, entries, own, strict=False):
+        assert found[name].generated_tokens == alone(model, ids, who, **words)
+
+
 WRONG = {
+    "temperature=1e-40": {"temperature": 1e-40},
+    "suppress_tokens=": {"suppress_tokens": list(range(40))},
+    "num_return_sequences of a request is 2": {"num_return_sequences": 2},
     "needs 65 tokens, the model has 64 positions": {"input_ids": [1] * 40, "max_new_tokens": 25},
     "temperature=0.0": {"temperature": 0.0},
     "does not follow num_beams=3": {"num_beams": 3},
     "'stop'": {"stop": ["x"]},
     "'logits_processor'": {"logits_processor": []},
-    "do_sample of a request is False": {"do_sample": False},
+    "do_sample of a request is 0": {"do_sample": 0},
     "eos_token_id is '5'": {"eos_token_id": "5"},
     "eos_token_id is True": {"eos_token_id": True},
     "request_id is 7": {"request_id": 7},

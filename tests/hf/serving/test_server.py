@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from lora_backends.hf import MultiLoRAModel
 
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
-pytest.importorskip("prometheus_client")
+prometheus = pytest.importorskip("prometheus_client.parser")
 openai = pytest.importorskip("openai")
 
 FOLDER = Path(__file__).parents[3] / "examples" / "server"
@@ -94,6 +95,13 @@ class Served:
         response = self.ask("/v1/completions", {"model": "a", "prompt": "4 5", **body})
         return response.status, json.loads(response.read())
 
+    def metrics(self):
+        text = self.ask("/metrics").read().decode()
+        found = [
+            s for family in prometheus.text_string_to_metric_families(text) for s in family.samples
+        ]
+        return {(s.name, s.labels.get("adapter")): s.value for s in found}
+
     def alone(self, prompt, adapter, new=16):
         ids = torch.tensor([[int(word) for word in prompt.split()]])
         adapters = [None if adapter == "base" else adapter]
@@ -130,10 +138,11 @@ def test_200_clients_at_once_are_all_answered_with_their_adapters(served):
 
     answers = [answer.choices[0].text for answer in asyncio.run(ask())]
     assert answers == [expected[names[i % 7]] for i in range(200)]
-    metrics = served.ask("/metrics").read().decode()
-    assert "lora_up 1.0" in metrics and 'lora_resident{adapter="' in metrics
-    assert "lora_evictions_total" in metrics and "lora_wait_seconds_count" in metrics
-    assert 'lora_generated_tokens_total{adapter="a"}' in metrics
+    metrics = served.metrics()
+    assert metrics["lora_up", None] == 1 and metrics["lora_evictions_total", None] > 0
+    assert sum(name == "lora_resident" for name, _ in metrics) == 4
+    assert metrics["lora_wait_seconds_count", None] >= 200
+    assert metrics["lora_generated_tokens_total", "a"] >= 3 * 200 // 7
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -152,13 +161,15 @@ def test_a_chat_and_a_completion_by_the_openai_client(served, stream):
         assert chat.choices[0].message.content == text.choices[0].text == expected
         assert chat.usage.completion_tokens == len(expected.split())
     assert "b" in [each.id for each in client.models.list()]
+    assert client.models.retrieve("b").id == "b"
 
 
 def test_sampling_words_and_stops_are_honoured(served):
     expected = served.alone("4 5", "a")
     words = expected.split()
     assert served.answer()[1]["choices"][0]["text"] == expected
-    assert served.answer(temperature=0)[1]["choices"][0]["text"] == expected
+    for temperature in (0, 1e-320):
+        assert served.answer(temperature=temperature)[1]["choices"][0]["text"] == expected
     assert served.answer(top_p=1e-6)[1]["choices"][0]["text"] == expected
     texts = {served.answer(temperature=2)[1]["choices"][0]["text"] for _ in range(4)}
     assert len(texts) > 1
@@ -180,6 +191,8 @@ WRONG = [
     ({"top_p": "high"}, "top_p"),
     ({"stop": 3}, "stop"),
     ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include": True}}, "include_usage"),
+    ({"prompt": ["4", "5"]}, "several prompts"),
     ({"prompt": [77]}, "less than 40"),
     ({"prompt": [{}]}, "input_ids"),
     ({"prompt": []}, "input_ids"),
@@ -211,8 +224,26 @@ def test_limits_keys_and_unknown_models(served):
     assert served.ask("/health", key="").status == 200
     for name in ("nobody", "link", "../outside", "\0", "\ud800"):
         assert served.answer(model=name)[0] == 404
-    chat = {"model": "a", "messages": [{"role": "judge", "content": "1"}]}
-    assert served.ask("/v1/chat/completions", chat).status == 400
+    assert served.ask("/v1/models/nobody").status == 404
+
+
+TEXT, IMAGE = {"type": "text", "text": "4"}, {"type": "image_url", "image_url": {"url": "x"}}
+MESSAGES = [
+    ({"role": "judge", "content": "4"}, "a role that the template does not know"),
+    ({"role": "user", "content": [TEXT, IMAGE]}, "a text as"),
+    ({"role": "user", "content": [{**IMAGE, "text": "4"}]}, "a text as"),
+    ({"role": "user", "content": "4", "tool_calls": [{"id": "x"}]}, "'tool_calls' of a message"),
+    ({"role": "user", "content": "4", "name": "bob"}, "'name' of a message"),
+]
+
+
+@pytest.mark.parametrize(("said", "message"), MESSAGES)
+def test_a_message_is_honoured_or_refused(served, said, message):
+    body = {"model": "a", "messages": [said], "max_tokens": 1}
+    response = served.ask("/v1/chat/completions", body)
+    assert response.status == 400 and message in json.loads(response.read())["error"]["message"]
+    answer = {"role": "user", "content": [TEXT], "tool_calls": None, "annotations": []}
+    assert served.ask("/v1/chat/completions", {**body, "messages": [answer]}).status == 200
 
 
 def test_a_prompt_that_is_slow_to_tokenize_holds_no_other_client(served):
@@ -239,8 +270,13 @@ def test_an_adapter_is_unloaded_and_loaded(served, save_adapter):
         body = {"lora_name": "mine", "lora_path": path}
         assert served.ask("/v1/load_lora_adapter", body).status == 400
     body = {"lora_name": "mine", "lora_path": "mine"}
-    assert served.ask("/v1/load_lora_adapter", body).status == 200
+    for wrong in ({"load_inplace": True}, {"lora_name": "\ud800"}):
+        assert served.ask("/v1/load_lora_adapter", {**body, **wrong}).status == 400
+    with ThreadPoolExecutor(4) as clients:
+        loads = list(clients.map(lambda _: served.ask("/v1/load_lora_adapter", body), range(4)))
+    assert [response.status for response in loads] == [200] * 4
     assert served.answer(model="mine")[0] == 200
+    assert ("lora_resident", "mine") in served.metrics()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -263,6 +299,33 @@ def test_a_client_that_goes_away_ends_its_request(served, stream):
     del served.requests.cancel_request
     assert len(cancelled) == 1 and not served.requests._held
     assert served.server.running == 0
+
+
+def test_a_stream_whose_client_leaves_before_its_start_ends_its_request(served):
+    body = {"model": "c", "prompt": "1", "max_tokens": 240, "stream": True, "temperature": 1}
+    message = {"type": "http.request", "body": json.dumps(body).encode()}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"authorization", b"Bearer secret")]
+
+    async def ask():
+        comes = [message, asyncio.Event(), {"type": "http.disconnect"}]
+
+        async def receive():
+            found = comes.pop(0) if len(comes) > 1 else comes[0]
+            return await found.wait() if isinstance(found, asyncio.Event) else found
+
+        async def send(_):
+            await asyncio.sleep(0)
+
+        await served.server.app(scope, receive, send)
+
+    loop = served.uvicorn.servers[0].get_loop()
+    asyncio.run_coroutine_threadsafe(ask(), loop).result(60)
+    assert served.server.running == 0
+    deadline = time.monotonic() + 30
+    while served.requests._held and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not served.requests._held
 
 
 def test_a_dead_thread_is_told(make_base, tmp_path):
