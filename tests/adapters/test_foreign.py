@@ -84,6 +84,9 @@ def test_what_is_no_path_is_refused(folder):
         "vit.safetensors",
         "embed_tokens.pt",
         "lm_head.safetensors",
+        "merger.bin",
+        "vision_abstractor.pt",
+        "head.pth",
     ],
 )
 def test_trained_weights_beside_the_adapter_are_refused(name, write_adapter):

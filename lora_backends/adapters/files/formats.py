@@ -21,12 +21,13 @@ LONGEST_NAME = 1000
 _SAVED_BY_PEFT = "pass the folder that PEFT's save_pretrained wrote"
 _MOST_ENTRIES = 1000  # of a folder that are looked at
 
-# Files in which trainers put trained weights that are no LoRA: LLaVA's and Qwen-VL's projectors,
-# LongLoRA's embeddings and norms, ms-swift's vision tower. A value head is no part of the model
-# that answers.
+# Files in which trainers put trained weights that are no LoRA: projectors by the names that models
+# give them (LLaVA's, Qwen-VL's), heads, LongLoRA's embeddings and norms, ms-swift's vision tower. A
+# value head is no part of the model that answers.
 _TRAINED_BESIDE = re.compile(
     r"(?i)(?!value_head|v_head)(.*non_?lora.*|.*trainable.*|.*projector.*|.*resampler.*|"
-    r".*connector.*|vit|.*vision.*|.*embed(s|dings?|_tokens)?|.*_head|classifier|score|"
+    r".*connector.*|.*(merger|aligner|abstractor|perceiver)|vit|.*vision.*|"
+    r".*embed(s|dings?|_tokens)?|(.*_)?head|classifier|score|"
     r".*modules_to_save.*)\.(bin|safetensors|pt|pth)"
 )
 

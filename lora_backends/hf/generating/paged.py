@@ -71,9 +71,13 @@ class PagedModel:
         # that the manager passes need no flag.
         inputs.pop("is_causal", None)
         with running(self._call):
-            if self._reads_cache:
-                return self._wrapped.base(**inputs)
-            return self._first_pass(inputs)
+            try:
+                if self._reads_cache:
+                    return self._wrapped.base(**inputs)
+                return self._first_pass(inputs)
+            finally:
+                # Between passes an adapter may be unloaded, and its modules be freed.
+                self._call.replacements = {}
 
     def _first_pass(self, inputs: Mapping[str, Any]) -> Any:
         """Run the model, and refuse one that does not use the cache.
