@@ -45,6 +45,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     f"{LORA}/lora_manager.py": {
         "LoRAManager.init_memory_pool": (),
+        "LoRAManager.update_lora_info": (),
         "LoRAManager.validate_new_adapter": ("lora_config", "lora_ref"),
         "LoRAManager.prepare_lora_batch": ("forward_batch",),
     },

@@ -42,7 +42,7 @@ class Trial:
     most_rows: int
     call: Callable[[int], None]  # runs the layer on so many rows, whatever they hold
     kind: Hashable  # equal for layers that differ at most in their addresses
-    halves: bool = False  # whether A and B run apart, with an h as long as x
+    pads: bool = False  # whether x, and an h as long, may have more rows than the batch
 
 
 def batches(most_rows: int, num_slots: int) -> list[Batch]:
@@ -221,7 +221,7 @@ def _needs(plans: Plans, trials: Sequence[Trial], captured: bool) -> Iterator[tu
 
 def _rows_of_x(trial: Trial, batch: Batch) -> list[int]:
     """Return rows of x such that strides of its h are multiples of 16, and as they come."""
-    if not trial.halves:
+    if not trial.pads:
         return [batch.rows]
     aligned = -(-batch.rows // ALIGNED) * ALIGNED
     return sorted({batch.rows, min(aligned, trial.most_rows)})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +22,12 @@ from lora_backends.integrations.asked import backend_asked_for
 from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.sglang.fusing import Fused
 from lora_backends.integrations.sglang.numbers import Numbers
-from lora_backends.integrations.sglang.settings import check_settings, logger, setting
+from lora_backends.integrations.sglang.settings import (
+    check_settings,
+    logger,
+    most_rows,
+    setting,
+)
 from lora_backends.selection.choice import get_backend
 from lora_backends.weights import LoRAWeights
 
@@ -87,6 +93,8 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is not 
                 f"backend {backend.name!r} cannot run inside SGLang\n"
                 f"  it lacks: {features.CAPACITY}\n  to do: choose another backend"
             )
+        self.most_rows = most_rows(server_args) or ROWS
+        self.is_warm = False  # whether kernels were compiled ahead
         # prefills have plans of their own: each batch refills the captured plans of its kind only
         self._decoded = Plans(backend, max_loras_per_batch, ROWS, grows=True)
         self._prefilled = Plans(backend, max_loras_per_batch, ROWS, grows=True)
@@ -116,6 +124,15 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is not 
         self._weights.clear()
         if self._fuses and self.tokens.multiplies_bases:
             self._fused.adopt(list(modules))
+
+    @contextmanager
+    def prefilling(self) -> Iterator[None]:
+        """Run layers on the plans of prefills while a block runs."""
+        before, self.tokens = self.tokens, self._prefilled
+        try:
+            yield
+        finally:
+            self.tokens = before
 
     def init_cuda_graph_batch_info(self, *args: Any, **kwargs: Any) -> None:
         """Allocate nothing: plans have room."""

@@ -49,6 +49,12 @@ def check_settings(arguments: Any) -> None:
         )
 
 
+def most_rows(arguments: Any) -> int:
+    """Return the rows of the largest prefill under SGLang's `ServerArgs`; 0 if they do not tell."""
+    rows: int = setting(arguments, "chunked_prefill_size") or 0
+    return rows if rows > 0 else setting(arguments, "max_prefill_tokens") or 0
+
+
 def _settings(arguments: Any) -> list[tuple[str, bool]]:
     def value(name: str, default: Any = None) -> Any:
         return setting(arguments, name, default)

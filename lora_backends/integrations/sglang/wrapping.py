@@ -11,11 +11,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from lora_backends.integrations.sglang import adapters, experts, pool
+from lora_backends.integrations.sglang import adapters, experts, pool, warm_up
 from lora_backends.integrations.sglang.settings import lacking
 
 WRAPPED: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("sglang.srt.lora.lora_manager", "LoRAManager", "init_memory_pool", pool.adopt_after),
+    ("sglang.srt.lora.lora_manager", "LoRAManager", "update_lora_info", warm_up.warm_up_after),
     ("sglang.srt.lora.lora_manager", "LoRAManager", "validate_new_adapter", adapters.check_config),
     ("sglang.srt.lora.lora", "LoRAAdapter", "_process_weight", adapters.check_name),
     ("sglang.srt.lora.lora", "LoRAAdapter", "_normalize_weights", adapters.check_weights),

@@ -69,7 +69,7 @@ def _trials_of(module: Any, most_requests: int) -> Iterator[Trial]:
     for half, name in parts:
         if half is not None:
             call, kind = operation.trial(layer, plans, name, dtype), (name, _kind(half))
-            yield Trial(plans, most, call, kind, halves=layer.a is not layer.b)
+            yield Trial(plans, most, call, kind, pads=layer.a is not layer.b)
 
 
 def _kind(weights: Any) -> tuple[Any, ...]:
