@@ -10,7 +10,7 @@ from helpers.engines import UNITS, VARIANTS, device_or_skip, make_engine
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend, quantize_weights
 from lora_backends.dispatch.many_adapters import sorted_tokens
 from lora_backends.sgmv import launch
-from lora_backends.sgmv.blends.plan import cut_tiles, new_blend
+from lora_backends.sgmv.blends.plan import cut_tiles, room_of
 from lora_backends.sgmv.tiles.sizes import ExpandTiles, ShrinkTiles, TileConfig
 from lora_backends.sgmv.tiles.source import fixed_source
 
@@ -302,4 +302,4 @@ def test_tiles_name_few_slots_and_every_token_once():
     for first, end, entries in zip(starts, starts[1:], tiles, strict=False):
         assert 0 < end - first <= 16 and len(entries) <= 8 and entries == sorted(set(entries))
         assert set(keys[first:end].ravel().tolist()) - {-1} == set(entries)
-    assert len(tiles) <= new_blend(LoRABatch(slots, 20), None, torch.device("cpu")).room
+    assert len(tiles) <= room_of(200, 3, 8, merged=True)
