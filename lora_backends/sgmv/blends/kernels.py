@@ -186,9 +186,9 @@ def blend_expand_kernel(
         entries = Entries(
             slots=slots_at, used=used, size=ENTRIES, factors=factors_at, has_token=has_token,
             tokens=tokens, positions=positions, h=h_rows_at, h_stride=of_entry,
-            h_stride_t=h_stride_t, plane=ENTRIES * of_entry, ranks=ranks_ptr + s, scalings=scalings_ptr + s,
-            y=of_y, y_stride=y_stride_t, first_y=y_ptr, first_h=h_slice, first_factors=factors_ptr,
-            s=s, end=end,
+            h_stride_t=h_stride_t, plane=ENTRIES * of_entry, ranks=ranks_ptr + s,
+            scalings=scalings_ptr + s, y=of_y, y_stride=y_stride_t, first_y=y_ptr, first_h=h_slice,
+            first_factors=factors_ptr, s=s, end=end,
         )  # fmt: skip
         if SIZES.STAGES == 0:
             _add_rows(entries, b, bias_ptr, bias_stride_l, first, ENTRIES, SIZES)

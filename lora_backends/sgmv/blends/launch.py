@@ -42,9 +42,12 @@ from lora_backends.sgmv.tiles.sizes import (
 from lora_backends.sgmv.tiles.source import rules_for
 from lora_backends.weights import LoRAWeights
 
-
 MAX_STACKED = 4 * MAX_BLOCK_R
 """The most ranks, of all entries, that one product takes."""
+
+
+MOST_H_VALUES = 16384
+"""The values of h, of all planes, that a program of the expand adds up, but for 4 planes."""
 
 
 class BlendKernels(NamedTuple):
@@ -195,9 +198,15 @@ def choose_blend_tiles(
     block_c, chunks = expand.block_c, expand.chunks
     while block_c > MIN_DOT and block_c * stacked_ranks > 128 * MAX_BLOCK_R:
         block_c, chunks = block_c // 2, 2 * chunks
+    chunks = min(chunks, max(1, 2 * MAX_STACKED // stacked_ranks))  # the kernel unrolls them
     if together < shape.entries or expand.block_r < rank_pad:
         chunks = 1
-    return BlendTiles(shrink, replace(expand, block_c=block_c, chunks=chunks), together)
+    # a program of the expand loads all planes of h [tokens, ranks] at once: more would spill
+    h_values = batch.tile_tokens * stacked_ranks
+    shrink = replace(shrink, split_k=min(shrink.split_k, max(4, MOST_H_VALUES // h_values)))
+    num_warps = 8 if h_values >= 64 * MAX_BLOCK_R else expand.num_warps
+    expand = replace(expand, block_c=block_c, chunks=chunks, num_warps=num_warps)
+    return BlendTiles(shrink, expand, together)
 
 
 @lru_cache(maxsize=4096)

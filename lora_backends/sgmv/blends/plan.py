@@ -26,9 +26,8 @@ from lora_backends.dispatch.many_adapters import SortedTokens, sorted_tokens
 from lora_backends.sgmv.layout import Ints, aligned, bucket, max_runs
 from lora_backends.sgmv.tiles.sizes import power_of_two
 
-
 MANY_SETS, ALIKE = 4, 8
-"""Tiles take tokens of unlike adapters from so many sets on, if sets have fewer than ALIKE tokens."""
+"""Tiles take unlike tokens if sets of adapters are so many, with fewer than ALIKE tokens each."""
 
 
 @dataclass(eq=False)
