@@ -121,8 +121,13 @@ ROOMY = {  # as CASES, for shared memory alone
 }
 
 
-BLENDS = {  # layer, (tokens, tiles), adapters per token, whether there is a bias, as in STORAGE
-    "bf16": [(TINY, (64, 8), 3, True, None)],
+BLENDS = {  # layer, (tokens, tiles), entries of a tile, whether merged and biased, as in STORAGE
+    "bf16": [
+        (TINY, (64, 8), 4, True, None),  # a rank in steps
+        (SMALL, (1, 1), 2, False, None),  # row by row
+        (QKV, (2048, 16), 4, False, None),  # all entries in one product
+    ],
+    "fp16": [(SMALL, (64, 8), 2, False, None)],
     "i8": [(SMALL, (64, 8), 2, False, ("int8", (1, None)))],
 }
 BASES = [  # rows, columns, and whether there is a bias
@@ -321,7 +326,8 @@ def check_ptx(found, dtype, ptx):
     if isinstance(sizes, ShrinkSizes):
         check_waits_first(ptx)
         prefetched = "prefetch.global.L2" in ptx.partition("griddepcontrol")[0]
-        assert prefetched == (is_dense and sizes.WARPS_K > 0), "A is prefetched late"
+        early = is_dense or name == "blend_shrink_kernel"
+        assert prefetched == (early and sizes.WARPS_K > 0), "A is prefetched late"
     elif name == "base_kernel" or getattr(sizes, "LATE_Y", False):
         check_waits(name, ptx)
 
@@ -426,14 +432,14 @@ def blend_kernels(dtype, cases, programmatic, gpu):
     import torch
 
     from lora_backends.sgmv import launch
-    from lora_backends.sgmv.blends.launch import kernels_for
+    from lora_backends.sgmv.blends.launch import BlendShape, kernels_for
     from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
     from lora_backends.sgmv.tiles import rules
-    from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, power_of_two
+    from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
     from lora_backends.sgmv.tiles.source import rules_for
 
     options = launch.Options("ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
-    for (slices, inputs, rank), (tokens, sets), adapters, has_bias, stored in cases:
+    for (slices, inputs, rank), (tokens, sets), entries, merged, stored in cases:
         layer = LayerShape(len(slices), rank, inputs, sum(slices), 4 if dtype == "fp32" else 2)
         storage = PLAIN
         if stored:
@@ -441,9 +447,9 @@ def blend_kernels(dtype, cases, programmatic, gpu):
             kind = storage_kind(getattr(torch, name), programmatic)
             storage = Storage(kind, block, torch.bfloat16)
         batch = BatchShape(tokens, sets, rules.tile_tokens(tokens, sets))
-        sizes = adapters, power_of_two(2 * adapters)
-        aligns = (0, 0) if has_bias else (16, 16)
-        yield from kernels_for(batch, layer, slices, sizes, has_bias, aligns, storage, options)[:2]
+        shape = BlendShape(entries, merged, not stored and dtype != "fp16")
+        aligns = (0, 0) if merged else (16, 16)
+        yield from kernels_for(batch, layer, slices, shape, merged, aligns, storage, options)[:2]
 
 
 def base_kernels(gpu):

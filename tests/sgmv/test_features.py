@@ -10,7 +10,7 @@ from helpers.engines import UNITS, VARIANTS, device_or_skip, make_engine
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend, quantize_weights
 from lora_backends.dispatch.many_adapters import sorted_tokens
 from lora_backends.sgmv import launch
-from lora_backends.sgmv.blends.plan import cut_tiles, new_blend
+from lora_backends.sgmv.blends.plan import cut_tiles, room_of
 from lora_backends.sgmv.tiles.sizes import ExpandTiles, ShrinkTiles, TileConfig
 from lora_backends.sgmv.tiles.source import fixed_source
 
@@ -293,6 +293,32 @@ def test_all_adapters_of_a_token_are_added_in_one_pass_and_rounded_once(
     assert torch.equal(y[2::6], base.bfloat16()[2::6])  # without an adapter
 
 
+@pytest.mark.parametrize("tokens, rank", [(24, 8), (24, 130), (2, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_infinite_values_of_an_adapter_reach_only_its_tokens(device, tokens, rank, dtype):
+    """24 tokens of unlike adapters share a tile; two tokens run row by row."""
+    backend, slots, inputs = make_engine("triton", device), 5, 2048 if tokens == 2 else 48
+    weights = LoRAWeights(
+        lora_a=rows(slots * rank, inputs, device, dtype).reshape(slots, 1, rank, inputs) / 16,
+        lora_b=rows(slots * 40, rank, device, dtype).reshape(slots, 40, rank),
+        ranks=torch.full((slots, 1), rank),
+        scalings=torch.full((slots, 1), 0.5),
+        output_slices=(40,),
+    )
+    weights.lora_b[1, 3, 2] = torch.inf
+    chosen = torch.tensor([[t % 5, (t + 1 + t // 5) % 5] for t in range(tokens)])
+    batch = LoRABatch(chosen, slots, torch.rand(tokens, 2))
+    plan, x = backend.prepare_batch(batch), rows(tokens, inputs, device, dtype)
+    assert plan.joint.merged == (tokens == 24)
+    y = backend.run_linear(x, weights, plan).float()
+    wanted = reference(device).prepare_batch(batch)
+    wanted = reference(device).run_linear(x, weights, wanted).float()
+    has = (chosen == 1).any(1)
+    assert not y[has, 3].isfinite().any()
+    y[has, 3] = wanted[has, 3] = 0
+    agree(y, wanted, torch.zeros_like(y), dtype)
+
+
 def test_tiles_name_few_slots_and_every_token_once():
     slots = torch.randint(-1, 20, (200, 3), generator=torch.Generator().manual_seed(4))
     found = sorted_tokens(LoRABatch(slots, 20))
@@ -302,4 +328,4 @@ def test_tiles_name_few_slots_and_every_token_once():
     for first, end, entries in zip(starts, starts[1:], tiles, strict=False):
         assert 0 < end - first <= 16 and len(entries) <= 8 and entries == sorted(set(entries))
         assert set(keys[first:end].ravel().tolist()) - {-1} == set(entries)
-    assert len(tiles) <= new_blend(LoRABatch(slots, 20), None, torch.device("cpu")).room
+    assert len(tiles) <= room_of(200, 3, 8, merged=True)

@@ -1,9 +1,11 @@
 # mypy: ignore-errors
 """The entry kernels for several adapters per token: a program adds all adapters of its tile.
 
-An entry of a tile is an adapter that at least one of its tokens has. In h, slice s of entry e is
-slice e * NUM_SLICES + s. Axes as in `sgmv.kernels`: T (rows of the tile), N (rows of A, all entries
-and slices stacked), R (rank), C (columns of y).
+An entry of a tile is an adapter that at least one of its tokens has. The tile's entries act as one
+adapter of a higher rank: the shrink stacks the rows of A of all entries, and one product of the
+expand takes the ranks of several. In h, slice s of entry e is slice e * NUM_SLICES + s. Axes as in
+`sgmv.kernels`: T (rows of the tile), N (rows of A, all entries and slices stacked), E (entries of a
+product), R (rank), V (ranks of the entries of a product, stacked), C (columns of y).
 """
 
 import triton
@@ -14,20 +16,35 @@ from lora_backends.sgmv.kernels.blocks import (
     load_b,
     load_h,
     load_scales,
+    load_y,
     scales_of_b,
     wait_for_h,
 )
 from lora_backends.sgmv.kernels.indexing import (
     columns_of,
+    entry,
     in_groups,
     row_and_program,
-    rows_of_a,
-    scales_of_a,
     slice_entry,
 )
-from lora_backends.sgmv.kernels.operands import ARows, AStack, BStack, Input, RowsOfY, Tile
-from lora_backends.sgmv.kernels.products import product_of_operands, right_operand, rounded
-from lora_backends.sgmv.kernels.shrink import partial_sums, scale_of_rows
+from lora_backends.sgmv.kernels.operands import (
+    AStack,
+    BStack,
+    Entries,
+    Input,
+    Rows,
+    RowsOfY,
+    StackedRows,
+    Tile,
+)
+from lora_backends.sgmv.kernels.prefetch import prefetch_block, prefetch_lines
+from lora_backends.sgmv.kernels.products import (
+    multiply,
+    product_of_operands,
+    right_operand,
+    rounded,
+)
+from lora_backends.sgmv.kernels.shrink import shrink_block
 
 
 @triton.jit(do_not_specialize=["h_rows", "grid_rows"])
@@ -67,34 +84,37 @@ def blend_shrink_kernel(
         stride_s=a_stride_s, stride_r=a_stride_r, scales_stride_l=a_scales_stride_l,
         scales_stride_s=a_scales_stride_s, scales_stride_r=a_scales_stride_r,
     )  # fmt: skip
-    if SIZES.PROGRAMMATIC:
-        gdc_wait()  # before reading x, A and ranks, which an earlier kernel may write
-        gdc_launch_dependents()
     part = program % SIZES.SPLIT_K
     n = program // SIZES.SPLIT_K * SIZES.BLOCK_N + tl.arange(0, SIZES.BLOCK_N)  # [N]
-    stacked = n // SIZES.RANK_PAD  # [N]
-    r = n % SIZES.RANK_PAD  # [N]
-    e, s = stacked // SIZES.NUM_SLICES, stacked % SIZES.NUM_SLICES  # [N]
+    stacked, r = n // SIZES.RANK_PAD, n % SIZES.RANK_PAD  # [N]
     plane = ENTRIES * SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
     h_columns = h_ptr + part * plane + stacked.to(tl.int64) * h_stride_s + r  # [N]
     num_tiles = tl.load(num_tiles_ptr)
+    # the first tile's, which unlike `num_tiles` need not be waited for
+    block = _stacked_rows(slots_ptr, first, stacked, r, ENTRIES, SIZES)
+    tokens, _ = _positions(starts_ptr, tokens_ptr, first, TILE)
+    if SIZES.PROGRAMMATIC:
+        if SIZES.WARPS_K > 0:
+            prefetch_block(x, a, block, part, SIZES)
+        gdc_wait()  # before reading x, A and ranks, which an earlier kernel may write
+        gdc_launch_dependents()
     for row in tl.range(first, num_tiles, grid_rows, num_stages=1):
-        slot = tl.load(slots_ptr + row * ENTRIES + e, mask=e < ENTRIES, other=-1).to(tl.int64)
-        ranks_at = ranks_ptr + slot * SIZES.NUM_SLICES + s
-        rank = tl.load(ranks_at, mask=slot >= 0, other=0, cache_modifier=".cg")  # [N]
-        if tl.max(rank - r) > 0:
-            slot = tl.maximum(slot, 0)
-            tokens, _ = _positions(starts_ptr, tokens_ptr, row, TILE)
-            has_token, used = tokens >= 0, r < rank  # [T], [N]
-            x_rows = x.ptr + tokens * x.stride_t  # [T]
-            scales = scales_of_a(a, slot, s, r, SIZES)
-            a_rows = ARows(
-                at=rows_of_a(a, slot, s, r, SIZES), scales=scales,
-                scale=scale_of_rows(scales, used, SIZES), used=used,
-            )  # fmt: skip
-            sums = partial_sums(x_rows, has_token, a_rows, part, x.features, SIZES)  # [T, N]
-            mask = has_token[:, None] & in_groups(r, rank, SIZES.EVEN_R)[None, :]
-            tl.store(h_columns[None, :] + (tokens * h_stride_t)[:, None], sums, mask=mask)
+        if tl.max(block.live.to(tl.int32)) > 0:
+            rows = Rows(slot=0, tokens=tokens, h=tokens)
+            shrink_block(x, a, block, h_columns, h_stride_t, rows, part, SIZES)
+        following = tl.minimum(row + grid_rows, num_tiles - 1)
+        block = _stacked_rows(slots_ptr, following, stacked, r, ENTRIES, SIZES)
+        tokens, _ = _positions(starts_ptr, tokens_ptr, following, TILE)
+
+
+@triton.jit
+def _stacked_rows(slots_ptr, row, stacked, r, ENTRIES: tl.constexpr, S: tl.constexpr):
+    """Return a tile's block of rows of A."""
+    e = stacked // S.NUM_SLICES  # [N]
+    slot = tl.load(slots_ptr + row * ENTRIES + e, mask=e < ENTRIES, other=-1).to(tl.int64)
+    live = slot >= 0
+    slot = tl.maximum(slot, 0)
+    return StackedRows(slot=slot, s=stacked % S.NUM_SLICES, r=r, live=live)
 
 
 @triton.jit(do_not_specialize=["h_rows", "grid_rows"])
@@ -125,12 +145,15 @@ def blend_expand_kernel(
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
     ENTRIES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    MERGED: tl.constexpr,
     SIZES: tl.constexpr,
 ):
     """y[t, c] += sum over e of factors[t, e] * scaling * (h[e, s, t, :r] @ b[l, c, :r].T) + bias.
 
-    The sum starts from y, follows the order of the entries in float32, and is rounded once. Where
-    a token does not have the adapter, its factor is NaN.
+    The sum is float32 and rounded once. Where a token does not have the adapter, its factor is NaN.
+    A product takes TOGETHER entries; 0: one, and its factors are applied behind the product.
+    MERGED: tokens of a tile may have other adapters than their neighbours.
     """
     CHUNKS: tl.constexpr = SIZES.CHUNKS
     row, program = row_and_program(PROGRAMS)
@@ -139,48 +162,286 @@ def blend_expand_kernel(
         stride_c=b_stride_c, scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
     )  # fmt: skip
     s, first, end = columns_of(program, SIZES)
-    wait_for_h(SIZES)
     num_tiles = tl.load(num_tiles_ptr)
-    plane = ENTRIES * SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
+    of_entry = SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t  # values of h in a plane
+    e = tl.arange(0, ENTRIES)
     for tile_row in tl.range(row, num_tiles, grid_rows, num_stages=1):
         tokens, positions = _positions(starts_ptr, tokens_ptr, tile_row, TILE)
-        has_token = tokens >= 0  # [T]
         slots_at = slots_ptr + tile_row * ENTRIES
-        used = tl.sum((tl.load(slots_at + tl.arange(0, ENTRIES)) >= 0).to(tl.int32))
-        y_at = y_ptr + tokens * y_stride_t  # [T]
-        for chunk in tl.static_range(CHUNKS):
-            c = first + chunk * SIZES.BLOCK_C + tl.arange(0, SIZES.BLOCK_C)  # [C]
-            inside = has_token[:, None]
-            if not SIZES.EVEN_C:
-                inside = inside & (c < end)[None, :]
-            y = tl.load(y_at[:, None] + c[None, :], mask=inside, other=0.0)
-            total, changed = y.to(tl.float32), tokens < -1  # [T, C], [T]
-            for e in tl.range(0, used, num_stages=1):
-                slot = tl.load(slots_at + e).to(tl.int64)
-                rank = tl.load(ranks_ptr + slot * SIZES.NUM_SLICES + s)
-                factor = tl.load(
-                    factors_ptr + positions * ENTRIES + e, mask=has_token, other=float("nan")
-                )  # [T]
-                member = factor == factor
-                if rank > 0:
-                    scaling = tl.load(scalings_ptr + slot * SIZES.NUM_SLICES + s)
-                    h_slice = h_ptr + (e * SIZES.NUM_SLICES + s).to(tl.int64) * h_stride_s
-                    of_y = RowsOfY(at=y_at, read=member, written=member)
-                    product = _product(
-                        h_slice + tokens * h_stride_t, plane, of_y, b, slot, s, rank, end, c, SIZES
-                    )  # [T, C]
-                    factors = tl.where(member, scaling * factor, 0.0)
-                    added = total + factors[:, None] * product
-                    total = tl.where(member[:, None], added, total)
-                    changed = changed | member
-                if SIZES.HAS_BIAS:
-                    bias_at = bias_ptr + slot * bias_stride_l + c
-                    bias = tl.load(bias_at, mask=c < end, other=0.0).to(tl.float32)
-                    total = tl.where(member[:, None], total + bias[None, :], total)
-                    changed = changed | member
-            at = y_at[:, None] + c[None, :]
-            value = rounded(total, y.dtype, SIZES.INTERPRETED)
-            tl.store(at, value, mask=inside & changed[:, None])
+        slots = tl.load(slots_at + e).to(tl.int64)  # [E]
+        used = tl.sum((slots >= 0).to(tl.int32))
+        has_token = tokens >= 0
+        factors_at = factors_ptr + positions * ENTRIES  # [T]
+        at, mask = factors_at[:, None] + e[None, :], has_token[:, None]
+        factors = tl.load(at, mask=mask, other=float("nan"))  # [T, E]
+        adds = slots >= 0
+        if not SIZES.HAS_BIAS:
+            at = ranks_ptr + slots * SIZES.NUM_SLICES + s
+            adds = tl.load(at, mask=slots >= 0, other=0) > 0
+        changed = (factors == factors) & adds[None, :]  # [T, E]
+        changed = tl.max(changed.to(tl.int32), 1) > 0
+        of_y = RowsOfY(at=y_ptr + tokens * y_stride_t, read=changed, written=changed)
+        h_slice = h_ptr + s.to(tl.int64) * h_stride_s
+        h_rows_at = h_slice + tokens * h_stride_t  # [T]
+        entries = Entries(
+            slots=slots_at, used=used, size=ENTRIES, factors=factors_at, has_token=has_token,
+            tokens=tokens, positions=positions, h=h_rows_at, h_stride=of_entry,
+            h_stride_t=h_stride_t, plane=ENTRIES * of_entry, ranks=ranks_ptr + s,
+            scalings=scalings_ptr + s, y=of_y, y_stride=y_stride_t, first_y=y_ptr, first_h=h_slice,
+            first_factors=factors_ptr, s=s, end=end,
+        )  # fmt: skip
+        if SIZES.STAGES == 0:
+            _add_rows(entries, b, bias_ptr, bias_stride_l, first, ENTRIES, SIZES)
+        elif TOGETHER > 0:
+            _add_together(
+                entries, b, bias_ptr, bias_stride_l, first, ENTRIES, TOGETHER, MERGED, SIZES
+            )
+        else:
+            for chunk in tl.static_range(CHUNKS):
+                c = first + chunk * SIZES.BLOCK_C + tl.arange(0, SIZES.BLOCK_C)  # [C]
+                y = load_y(entries, of_y, c, SIZES)
+                wait_for_h(SIZES)
+                delta = _one_by_one(entries, b, c, SIZES)
+                _store(entries, c, y, delta, bias_ptr, bias_stride_l, SIZES)
+    wait_for_h(SIZES)  # this grid must end after the shrink, on which later kernels rely
+
+
+@triton.jit
+def _add_together(
+    entries,
+    b,
+    bias_ptr,
+    bias_stride_l,
+    first,
+    ENTRIES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    MERGED: tl.constexpr,
+    S: tl.constexpr,
+):
+    """Add CHUNKS blocks of columns; the loads of B run one product ahead."""
+    CHUNKS: tl.constexpr = S.CHUNKS
+    PARTS: tl.constexpr = S.RANK_PAD // S.BLOCK_R * (ENTRIES // TOGETHER)
+    C: tl.constexpr = S.BLOCK_C
+    T: tl.constexpr = entries.factors.shape[0]
+    c = first + tl.arange(0, C)  # [C]
+    block = _load_b(entries, b, 0, c, ENTRIES, TOGETHER, S)
+    y = load_y(entries, entries.y, c, S)
+    if S.PROGRAMMATIC and PARTS > 1:
+        _prefetch_b(entries, b, c, ENTRIES, S)
+    wait_for_h(S)
+    if PARTS == 1:
+        h = _load_h(entries, 0, block.dtype, ENTRIES, TOGETHER, S)
+    for chunk in tl.static_range(CHUNKS):
+        c_now, y_now = c, y
+        if PARTS == 1:
+            delta = multiply(h, block, None, S)
+            if chunk + 1 < CHUNKS:
+                c = c + C
+                block = _load_b(entries, b, 0, c, ENTRIES, TOGETHER, S)
+                y = load_y(entries, entries.y, c, S)
+        else:
+            delta = tl.zeros((T, C), dtype=tl.float32)
+            # one stage: ptxas before 13.3 miscompiles a pipelined wgmma whose left operand is in
+            # registers
+            for part in tl.range(0, PARTS, num_stages=1):
+                h = _load_h(entries, part, block.dtype, ENTRIES, TOGETHER, S)
+                now = block
+                block = _load_b(entries, b, part + 1, c, ENTRIES, TOGETHER, S)
+                delta = multiply(h, now, delta, S)
+            if chunk + 1 < CHUNKS:
+                c = c + C
+                block = _load_b(entries, b, 0, c, ENTRIES, TOGETHER, S)
+                y = load_y(entries, entries.y, c, S)
+        if MERGED:
+            # 0 times an infinite or NaN value of another token's adapter
+            if tl.max(tl.max((delta != delta).to(tl.int32), 1), 0) > 0:
+                delta = _one_by_one(entries, b, c_now, S)
+        _store(entries, c_now, y_now, delta, bias_ptr, bias_stride_l, S)
+
+
+@triton.jit
+def _entries_of(entries, part, ENTRIES: tl.constexpr, TOGETHER: tl.constexpr, S: tl.constexpr):
+    """Return e, slot and rank of the entries of a product [E], and its ranks r [R]."""
+    STEPS: tl.constexpr = S.RANK_PAD // S.BLOCK_R
+    e = part // STEPS * TOGETHER + tl.arange(0, TOGETHER)
+    slot = tl.load(entries.slots + e, mask=e < ENTRIES, other=-1).to(tl.int64)
+    rank = tl.load(entries.ranks + slot * S.NUM_SLICES, mask=slot >= 0, other=0)
+    r = part % STEPS * S.BLOCK_R + tl.arange(0, S.BLOCK_R)
+    return e.to(tl.int64), tl.maximum(slot, 0), rank, r
+
+
+@triton.jit
+def _b_of(entries, b, slot, S: tl.constexpr):
+    """Return the addresses of column 0 of the entries' B [E], and the stride of columns."""
+    if S.SLICE_ALIGN > 0:
+        own, slot_stride, b_stride = slice_entry(b.slices, entries.s, True, S.SLICE_ALIGN)
+        at = b.ptr + own + slot * slot_stride
+    else:
+        at, b_stride = b.ptr + slot * b.stride_l, b.stride_c
+    return at, b_stride
+
+
+@triton.jit
+def _load_b(entries, b, part, c, ENTRIES: tl.constexpr, TOGETHER: tl.constexpr, S: tl.constexpr):
+    """Return B of the entries of a product, stacked by rank, transposed: zero beyond the ranks."""
+    V: tl.constexpr = TOGETHER * S.BLOCK_R
+    C: tl.constexpr = c.shape[0]
+    _, slot, rank, r = _entries_of(entries, part, ENTRIES, TOGETHER, S)
+    at, b_stride = _b_of(entries, b, slot, S)
+    offsets = c.to(tl.int64)[None, None, :] * b_stride + r[None, :, None]
+    mask = in_groups(r[None, :], rank[:, None], S.EVEN_R)[:, :, None]
+    if not S.EVEN_C:
+        mask = mask & (c < entries.end)[None, None, :]
+    values = tl.load(at[:, None, None] + offsets, mask=mask, other=0.0)  # [E, R, C]
+    values = tl.where((r[None, :] < rank[:, None])[:, :, None], values, 0)
+    return tl.reshape(values, (V, C))
+
+
+@triton.jit
+def _prefetch_b(entries, b, c, ENTRIES: tl.constexpr, S: tl.constexpr):
+    """Bring the first line of 128 bytes of the columns of B of every entry into L2."""
+    _, slot, rank, _ = _entries_of(entries, 0, ENTRIES, ENTRIES, S)
+    at, b_stride = _b_of(entries, b, slot, S)
+    at = at[:, None] + c.to(tl.int64)[None, :] * b_stride
+    prefetch_lines(at, (rank > 0)[:, None] & (c < entries.end)[None, :])
+
+
+@triton.jit
+def _load_h(
+    entries,
+    part,
+    dtype: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    S: tl.constexpr,
+):
+    """Return the tokens' h of the entries of a product [T, V], rounded, times their factors.
+
+    It is zero where a token lacks the adapter. Factors multiply h, not the product, because a
+    product has several; dtypes of the narrow exponents of float16 never come here.
+    """
+    PLANES: tl.constexpr = S.SPLIT_K
+    T: tl.constexpr = entries.factors.shape[0]
+    V: tl.constexpr = TOGETHER * S.BLOCK_R
+    e, slot, rank, r = _entries_of(entries, part, ENTRIES, TOGETHER, S)
+    scaling = tl.load(entries.scalings + slot * S.NUM_SLICES, mask=rank > 0, other=0.0)
+    has_token = entries.has_token[:, None]
+    factor = tl.load(entries.factors[:, None] + e[None, :], mask=has_token, other=float("nan"))
+    member = (factor == factor)[:, :, None]  # [T, E, 1]
+    at = entries.h[:, None, None] + (e * entries.h_stride)[None, :, None] + r[None, None, :]
+    mask = member & in_groups(r[None, :], rank[:, None], S.EVEN_H)[None, :, :]
+    h = tl.load(at, mask=mask, other=0.0)  # [T, E, R]
+    for k in tl.static_range(1, PLANES):
+        h += tl.load(at + k * entries.plane, mask=mask, other=0.0)
+    h *= (factor * scaling[None, :])[:, :, None]
+    h = tl.where(member & (r[None, :] < rank[:, None])[None, :, :], h, 0.0)
+    return rounded(tl.reshape(h, (T, V)), dtype, S.INTERPRETED)
+
+
+@triton.jit
+def _one_by_one(entries, b, c, S: tl.constexpr):
+    """Return the sum over the entries [T, C], with a product for each and no other token's."""
+    T: tl.constexpr = entries.factors.shape[0]
+    C: tl.constexpr = c.shape[0]
+    total = tl.zeros((T, C), dtype=tl.float32)
+    for e in tl.range(0, entries.used, num_stages=1):
+        slot = tl.load(entries.slots + e).to(tl.int64)
+        rank = tl.load(entries.ranks + slot * S.NUM_SLICES)
+        factor = tl.load(entries.factors + e, mask=entries.has_token, other=float("nan"))  # [T]
+        if rank > 0:
+            scaling = tl.load(entries.scalings + slot * S.NUM_SLICES)
+            member = factor == factor
+            of_y = RowsOfY(at=entries.y.at, read=member, written=member)
+            h = entries.h + e * entries.h_stride
+            s, end = entries.s, entries.end
+            product = _product(h, entries.plane, of_y, b, slot, s, rank, end, c, S)  # [T, C]
+            factor = tl.where(member, scaling * factor, 0.0)
+            total = tl.where(member[:, None], total + factor[:, None] * product, total)
+    return total
+
+
+@triton.jit
+def _store(entries, c, y, delta, bias_ptr, bias_stride_l, S: tl.constexpr):
+    """Store y + delta and the biases of the entries, rounded once."""
+    total = y.to(tl.float32) + delta
+    if S.HAS_BIAS:
+        for e in tl.range(0, entries.used, num_stages=1):
+            slot = tl.load(entries.slots + e).to(tl.int64)
+            factor = tl.load(entries.factors + e, mask=entries.has_token, other=float("nan"))
+            bias_at = bias_ptr + slot * bias_stride_l + c
+            bias = tl.load(bias_at, mask=c < entries.end, other=0.0).to(tl.float32)
+            total = tl.where((factor == factor)[:, None], total + bias[None, :], total)
+    mask = entries.y.written[:, None]
+    if not S.EVEN_C:
+        mask = mask & (c < entries.end)[None, :]
+    at = entries.y.at[:, None] + c[None, :]
+    tl.store(at, rounded(total, y.dtype, S.INTERPRETED), mask=mask)
+
+
+@triton.jit
+def _add_rows(entries, b, bias_ptr, bias_stride_l, first, ENTRIES: tl.constexpr, S: tl.constexpr):
+    """Add CHUNKS blocks of columns token by token, without a matrix product.
+
+    As in `sgmv.kernels.expand`, B goes from memory straight to the registers that multiply it.
+    """
+    CHUNKS: tl.constexpr = S.CHUNKS
+    PLANES: tl.constexpr = S.PLANES
+    T: tl.constexpr = entries.factors.shape[0]
+    t, k = tl.arange(0, T), tl.arange(0, PLANES)
+    e, slot, rank, r = _entries_of(entries, 0, ENTRIES, ENTRIES, S)
+    c = first + tl.arange(0, S.BLOCK_C)  # [C]
+    scaling = tl.load(entries.scalings + slot * S.NUM_SLICES, mask=rank > 0, other=0.0)  # [E]
+    last = tl.max(tl.where(entries.has_token, t + 1, 0))
+    block = _load_b_rows(entries, b, slot, rank, r, c, S)  # [C, E, R]
+    for chunk in tl.static_range(CHUNKS):
+        now, c_now = block, c
+        if chunk + 1 < CHUNKS:
+            c = c + S.BLOCK_C
+            block = _load_b_rows(entries, b, slot, rank, r, c, S)
+        for i in tl.range(0, last, num_stages=1):
+            row = _one_token(entries, t, i)
+            y = load_y(row, row.y, c_now, S)  # [1, C]
+            factor = tl.load(row.first_factors + e)  # [E]
+            wait_for_h(S)
+            used = (factor == factor)[:, None] & (r[None, :] < rank[:, None])  # [E, R]
+            at = row.first_h + (e * entries.h_stride)[:, None] + r[None, :]
+            mask = (k < S.SPLIT_K)[:, None, None] & used[None, :, :]
+            h = tl.load(at[None, :, :] + (k * entries.plane)[:, None, None], mask=mask, other=0.0)
+            h = rounded(tl.sum(h, axis=0), now.dtype, S.INTERPRETED).to(tl.float32)
+            h = tl.where(used, h * (scaling * factor)[:, None], 0.0)
+            values = tl.where(used[None, :, :], now.to(tl.float32), 0.0) * h[None, :, :]
+            delta = tl.sum(tl.sum(values, axis=2), axis=1)[None, :]  # [1, C]
+            _store(row, c_now, y, delta, bias_ptr, bias_stride_l, S)
+
+
+@triton.jit
+def _one_token(entries, t, i):
+    """Return the `Entries` of token i of the tile alone."""
+    one = tl.zeros((1,), dtype=tl.int64)
+    token, position = entry(entries.tokens, t, i), entry(entries.positions, t, i)
+    written = (one + entry(entries.y.written.to(tl.int32), t, i)) > 0
+    y = entries.first_y + token * entries.y_stride
+    h = entries.first_h + token * entries.h_stride_t
+    factors = entries.first_factors + position * entries.size
+    return Entries(
+        slots=entries.slots, used=entries.used, size=entries.size, factors=factors + one,
+        has_token=one == 0, tokens=one, positions=one, h=h + one, h_stride=entries.h_stride,
+        h_stride_t=entries.h_stride_t, plane=entries.plane, ranks=entries.ranks,
+        scalings=entries.scalings, y=RowsOfY(at=y + one, read=written, written=written),
+        y_stride=entries.y_stride, first_y=y, first_h=h, first_factors=factors, s=entries.s,
+        end=entries.end,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_b_rows(entries, b, slot, rank, r, c, S: tl.constexpr):
+    """Return B of all entries [C, E, R], as it lies in memory; arbitrary beyond a rank."""
+    at, b_stride = _b_of(entries, b, slot, S)
+    offsets = c.to(tl.int64)[:, None, None] * b_stride + r[None, None, :]
+    mask = in_groups(r[None, :], rank[:, None], S.EVEN_R)[None, :, :]
+    if not S.EVEN_C:
+        mask = mask & (c < entries.end)[:, None, None]
+    return tl.load(at[None, :, None] + offsets, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -29,9 +29,25 @@ from lora_backends.sgmv.launching.kernel import (
 )
 from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
 from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
-from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, column_programs
+from lora_backends.sgmv.tiles.sizes import (
+    MAX_BLOCK_R,
+    MIN_DOT,
+    BatchShape,
+    ExpandTiles,
+    LayerShape,
+    ShrinkTiles,
+    column_programs,
+    padded_rank,
+)
 from lora_backends.sgmv.tiles.source import rules_for
 from lora_backends.weights import LoRAWeights
+
+MAX_STACKED = 4 * MAX_BLOCK_R
+"""The most ranks, of all entries, that one product takes."""
+
+
+MOST_H_VALUES = 16384
+"""The values of h, of all planes, that a program of the expand adds up, but for 4 planes."""
 
 
 class BlendKernels(NamedTuple):
@@ -40,6 +56,22 @@ class BlendKernels(NamedTuple):
     shrink: SpecializedKernel
     expand: SpecializedKernel
     split_k: int  # planes of h
+
+
+class BlendShape(NamedTuple):
+    """What kernels depend on besides a batch and a layer."""
+
+    entries: int  # of a tile, at most
+    merged: bool  # whether tokens of a tile may have other adapters than their neighbours
+    folds: bool  # whether factors may multiply h: not in the narrow exponents of float16
+
+
+class BlendTiles(NamedTuple):
+    """Sizes of both kernels."""
+
+    shrink: ShrinkTiles
+    expand: ExpandTiles
+    together: int  # entries of a product; 0: one, its factors applied behind it
 
 
 @dataclass(eq=False, slots=True)
@@ -127,11 +159,12 @@ def kernels_of(
     """Return both kernels for a layer, a batch and x of `rows` rows: one cached lookup."""
     tokens = rows if blend.is_captured else blend.num_tokens
     kind = 0 if stacks.is_plain else storage_kind(weights.dtype, options.programmatic)
+    folds = not kind and weights.dtype != torch.float16
     return kernels_for(
         BatchShape(tokens, blend.tiles_hint, blend.tile_tokens),
         layer_shape(weights, dtype.itemsize),
         weights.output_slices,
-        (blend.adapters, blend.entries),
+        BlendShape(blend.entries, blend.merged, folds),
         stacks.bias is not None,
         stacks.aligns,
         Storage(kind, weights.scale_block, dtype) if kind else PLAIN,
@@ -139,27 +172,57 @@ def kernels_of(
     )
 
 
+def choose_blend_tiles(
+    batch: BatchShape, layer: LayerShape, shape: BlendShape, storage: Storage, options: Options
+) -> BlendTiles:
+    """Return the sizes of both kernels: those of one adapter of the rank of all entries."""
+    # not the tables, which were measured with one adapter per token
+    rules = options._replace(source=rules_for(options.gpu))
+    rank_pad = padded_rank(layer.max_rank)
+    rank = shape.entries * rank_pad
+    if shape.merged or storage.kind or rank > MAX_STACKED:
+        # with fewer tokens a tile the rules choose sizes without a matrix product
+        batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots))
+    stacked = replace(layer, num_slices=layer.num_slices * shape.entries)
+    shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
+    expand = choose_sizes(batch, layer, storage, rules, "linear")[1]
+    if expand.num_stages == 0:  # a program keeps as many values of B as with one adapter
+        block_c = max(MIN_DOT, min(expand.block_c, 64 * MAX_BLOCK_R // rank))
+        return BlendTiles(shrink, replace(expand, block_c=block_c, chunks=1), shape.entries)
+    expand = replace(expand, num_stages=1)  # this kernel loads B without TMA
+    if not shape.folds:
+        return BlendTiles(shrink, expand, 0)
+    most = MAX_STACKED if layer.item_bytes == 2 else 2 * MAX_BLOCK_R
+    together = max(1, min(shape.entries, most // expand.block_r))
+    stacked_ranks = together * expand.block_r
+    block_c, chunks = expand.block_c, expand.chunks
+    while block_c > MIN_DOT and block_c * stacked_ranks > 128 * MAX_BLOCK_R:
+        block_c, chunks = block_c // 2, 2 * chunks
+    chunks = min(chunks, max(1, 2 * MAX_STACKED // stacked_ranks))  # the kernel unrolls them
+    if together < shape.entries or expand.block_r < rank_pad:
+        chunks = 1
+    # a program of the expand loads all planes of h [tokens, ranks] at once: more would spill
+    h_values = batch.tile_tokens * stacked_ranks
+    shrink = replace(shrink, split_k=min(shrink.split_k, max(4, MOST_H_VALUES // h_values)))
+    num_warps = 8 if h_values >= 64 * MAX_BLOCK_R else expand.num_warps
+    expand = replace(expand, block_c=block_c, chunks=chunks, num_warps=num_warps)
+    return BlendTiles(shrink, expand, together)
+
+
 @lru_cache(maxsize=4096)
 def kernels_for(
     batch: BatchShape,
     layer: LayerShape,
     output_slices: tuple[int, ...],
-    adapters: tuple[int, int],
+    blend: BlendShape,
     has_bias: bool,
     slice_aligns: tuple[int, int],
     storage: Storage,
     options: Options,
 ) -> BlendKernels:
-    """Return both kernels; `adapters` are the most of a token, and the most entries of a tile."""
-    per_token, entries = adapters
-    # not the tables, which were measured with one adapter per token
-    rules = options._replace(source=rules_for(options.gpu))
-    # at least two tokens a tile: with fewer the rules choose sizes without a matrix product
-    batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots))
-    stacked = replace(layer, num_slices=layer.num_slices * per_token)
-    shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
-    expand = choose_sizes(batch, layer, storage, rules, "linear")[1]
-    expand = replace(expand, num_stages=1)  # this kernel loads B without TMA
+    """Return both kernels."""
+    shrink, expand, together = choose_blend_tiles(batch, layer, blend, storage, options)
+    entries = blend.entries
     columns, rank = column_programs(output_slices, expand), layer.max_rank
     of_a = shrink_sizes(
         shrink,
@@ -171,7 +234,6 @@ def kernels_for(
         NUM_SLICES=layer.num_slices,
         SLICE_ALIGN=slice_aligns[0],
         EVEN_R=8 if rank % 8 == 0 else 0,
-        EXITS=True,
     )
     of_b = expand_sizes(
         expand,
@@ -204,6 +266,8 @@ def kernels_for(
             num_warps=expand.num_warps,
             programmatic=options.programmatic,
             SIZES=of_b,
+            TOGETHER=together,
+            MERGED=blend.merged,
             **tile,
         ),
         shrink.split_k,

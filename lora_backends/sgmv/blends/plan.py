@@ -26,6 +26,9 @@ from lora_backends.dispatch.many_adapters import SortedTokens, sorted_tokens
 from lora_backends.sgmv.layout import Ints, aligned, bucket, max_runs
 from lora_backends.sgmv.tiles.sizes import power_of_two
 
+MANY_SETS, ALIKE = 4, 8
+"""Tiles take unlike tokens if sets of adapters are so many, with fewer than ALIKE tokens each."""
+
 
 @dataclass(eq=False)
 class Blend:
@@ -49,8 +52,9 @@ class Blend:
     adapters: int  # per token, at most
     has_room: bool  # whether a refill may change `tile_tokens`, until a graph is captured
     packed: torch.Tensor  # [size] int32, on the device
-    entries: int  # of a tile, at most; a power of two
-    room: int  # the most tiles that any batch can need
+    entries: int = 0  # of a tile, at most; a power of two
+    merged: bool = False  # whether tokens of a tile may have other adapters than their neighbours
+    room: int = 0  # the most tiles that any batch can need
     tile_tokens: int = 0  # 0: not filled yet
     num_tokens: int = 0
     num_tiles: int = 0
@@ -77,20 +81,23 @@ class Blend:
         """
         if not capturing:
             return self.num_tiles
-        return min(self.room, max_runs(rows, self.num_slots, self.tile_tokens))
+        usual = max_runs(rows, self.num_slots, self.tile_tokens)
+        return min(self.room, max(usual, self.num_tiles))
 
-    def fill(self, batch: LoRABatch, found: SortedTokens, tile_tokens: int) -> None:
+    def fill(self, batch: LoRABatch, found: SortedTokens, tile_tokens: Any) -> None:
         """Cut a batch into tiles, and start the copy of the tables to the device."""
         may_cut = self.tile_tokens == 0 or (self.has_room and not self.is_captured)
         if may_cut:
-            self.tile_tokens = tile_tokens
+            cut = choose_cut(batch, found, tile_tokens)
+            self.tile_tokens, self.entries, self.merged = cut
+            self.room = room_of(self.capacity, self.adapters, self.entries, self.merged)
         pinned = not self.packed.is_cpu
         staged = torch.empty(
             self.packed.numel(), dtype=torch.int32, device="cpu", pin_memory=pinned
         )
         array = staged.numpy()
         keys = np.where(found.live, found.slots * self.adapters + found.repeats, -1)
-        starts, of_tiles = cut_tiles(keys, self.tile_tokens, self.entries)
+        starts, of_tiles = cut_tiles(keys, self.tile_tokens, self.entries, self.merged)
         starts_at, tokens_at, slots_at, factors_at, _ = self._places()
         count, active = len(of_tiles), len(found.tokens)
         array[0] = count
@@ -118,13 +125,16 @@ class Blend:
         self.packed.copy_(staged, non_blocking=True)
 
 
-def cut_tiles(keys: Ints, tile_tokens: int, entries: int) -> tuple[list[int], list[list[int]]]:
+def cut_tiles(
+    keys: Ints, tile_tokens: int, entries: int, merged: bool = True
+) -> tuple[list[int], list[list[int]]]:
     """Return the start of each tile and the end of the last, and the keys of each tile, ascending.
 
     Args:
         keys: [positions, n] the adapters of each position, with equal rows together; -1: none.
         tile_tokens: the most positions of a tile.
         entries: the most keys of a tile; at least n.
+        merged: whether a tile may have positions of unlike adapters.
 
     >>> cut_tiles(np.array([[0, 1], [0, 2], [0, 2], [2, -1]]), 16, 2)
     ([0, 1, 4], [[0, 1], [0, 2]])
@@ -134,7 +144,7 @@ def cut_tiles(keys: Ints, tile_tokens: int, entries: int) -> tuple[list[int], li
     bounds = [0, *changes.tolist(), len(keys)] if len(keys) else []
     for first, end in zip(bounds, bounds[1:], strict=False):
         own, at = {key for key in keys[first].tolist() if key >= 0}, first
-        if len(current | own) > entries:
+        if len(current | own) > entries or (first and not merged):
             starts.append(at)
             tiles.append(sorted(current))
             current = set()
@@ -162,19 +172,41 @@ def new_blend(batch: LoRABatch, capacity: int | None, device: torch.device) -> B
     """Return empty tables with room for `capacity` tokens."""
     has_room, capacity = capacity is not None, capacity or batch.num_tokens
     adapters = batch.adapters_per_token
-    entries = power_of_two(2 * adapters)
+    least = power_of_two(adapters)
+    cuts = [(least, False)] + [
+        (entries, True) for entries in (2 * least, 4 * least) if entries <= max(8, 2 * least)
+    ]
+    sizes = [
+        places(capacity, room_of(capacity, adapters, entries, merged), entries)[-1]
+        for entries, merged in cuts
+    ]
+    packed = torch.empty(max(sizes), dtype=torch.int32, device=device)
+    return Blend(batch.num_slots, capacity, adapters, has_room, packed)
+
+
+def room_of(capacity: int, adapters: int, entries: int, merged: bool) -> int:
+    """Return the most tiles that any batch of `capacity` tokens can need."""
+    if not merged:
+        return max(1, capacity)
     # Two adjacent tiles together have more keys, or more tokens, than one tile may have. More than
     # `entries` keys need at least `in_two` tokens, and a full tile has more tokens than that.
     in_two = entries // adapters + 1
-    room = max(1, 2 * -(-capacity // in_two))
-    size = places(capacity, room, entries)[-1]
-    packed = torch.empty(size, dtype=torch.int32, device=device)
-    return Blend(batch.num_slots, capacity, adapters, has_room, packed, entries, room)
+    return max(1, 2 * -(-capacity // in_two))
+
+
+def choose_cut(batch: LoRABatch, found: SortedTokens, tile_tokens: Any) -> tuple[int, int, bool]:
+    """Return the tokens and entries of a tile, and whether tiles take unlike tokens.
+
+    `tile_tokens(tokens, sets of adapters)` returns the tokens of a tile of one set.
+    """
+    tokens, least = len(found.tokens), power_of_two(batch.adapters_per_token)
+    sets = 1 + int((found.slots[1:] != found.slots[:-1]).any(1).sum())
+    if sets < MANY_SETS or tokens >= ALIKE * sets:
+        return tile_tokens(batch.num_tokens, sets), least, False
+    return 16, max(2 * least, min(4 * least, 8)), True
 
 
 def fill_blend(blend: Blend, batch: LoRABatch, tile_tokens: Any) -> Blend:
-    """Fill the tables; `tile_tokens(tokens, sets of adapters)` returns the tokens of a tile."""
-    found = sorted_tokens(batch)
-    sets = 1 + int((found.slots[1:] != found.slots[:-1]).any(1).sum())
-    blend.fill(batch, found, tile_tokens(batch.num_tokens, sets))
+    """Fill the tables; `tile_tokens` as in `choose_cut`."""
+    blend.fill(batch, sorted_tokens(batch), tile_tokens)
     return blend

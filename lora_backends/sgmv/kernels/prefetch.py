@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from lora_backends.sgmv.kernels.indexing import rows_of_a
+from lora_backends.sgmv.kernels.operands import StackedRows
 
 
 @triton.jit
@@ -33,19 +34,26 @@ def prefetch_a(x, a, slot, program, S: tl.constexpr):
 
     It may run while an earlier kernel writes A and the ranks: L2 takes the new values.
     """
-    LINE: tl.constexpr = 1024 // a.ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
-    PART: tl.constexpr = S.STEPS * S.BLOCK_K
     n = program // S.SPLIT_K * S.BLOCK_N + tl.arange(0, S.BLOCK_N)  # [N]
     s, r = n // S.RANK_PAD, n % S.RANK_PAD  # [N]
-    has_rank = s < tl.where(slot >= 0, S.NUM_SLICES, 0)  # [N]
-    ranks_at = a.ranks + slot * S.NUM_SLICES + s
+    live = s < tl.where(slot >= 0, S.NUM_SLICES, 0)  # [N]
+    block = StackedRows(slot=slot, s=s, r=r, live=live)
+    prefetch_block(x, a, block, program % S.SPLIT_K, S)
+
+
+@triton.jit
+def prefetch_block(x, a, block, part, S: tl.constexpr):
+    """Do so for one part of the inputs and a block of rows of A, `StackedRows`."""
+    LINE: tl.constexpr = 1024 // a.ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
+    PART: tl.constexpr = S.STEPS * S.BLOCK_K
     # a rank from before that write prefetches too many rows or too few
-    rank = tl.load(ranks_at, mask=has_rank, other=0, cache_modifier=".cg")  # [N]
-    a_rows = rows_of_a(a, slot, s, r, S)
+    ranks_at = a.ranks + block.slot * S.NUM_SLICES + block.s
+    rank = tl.load(ranks_at, mask=block.live, other=0, cache_modifier=".cg")  # [N]
+    a_rows = rows_of_a(a, block.slot, block.s, block.r, S)
     of_part = tl.arange(0, 4) * LINE
-    k = program % S.SPLIT_K * PART + of_part
-    wanted = (r < rank)[:, None] & ((of_part < PART) & (k < x.features))[None, :]
+    k = part * PART + of_part
     # without a branch, because every program must wait before it may end
+    wanted = (block.r < rank)[:, None] & ((of_part < PART) & (k < x.features))[None, :]
     prefetch_lines(a_rows[:, None] + k[None, :], wanted)
 
 

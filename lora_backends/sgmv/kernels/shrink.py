@@ -15,7 +15,7 @@ from lora_backends.sgmv.kernels.indexing import (
     rows_of_a,
     scales_of_a,
 )
-from lora_backends.sgmv.kernels.operands import ARows
+from lora_backends.sgmv.kernels.operands import ARows, StackedRows
 from lora_backends.sgmv.kernels.products import multiply
 from lora_backends.sgmv.kernels.widening import widened
 
@@ -29,20 +29,30 @@ def shrink_tile(x, a, h, rows, program, S: tl.constexpr):
     part = program % S.SPLIT_K
     n = program // S.SPLIT_K * S.BLOCK_N + tl.arange(0, S.BLOCK_N)  # [N]
     s = n // S.RANK_PAD  # [N]
-    r = n % S.RANK_PAD  # [N]
-    ranks_at = a.ranks + rows.slot * S.NUM_SLICES + s
-    rank = tl.load(ranks_at, mask=s < S.NUM_SLICES, other=0, cache_modifier=".cg")  # [N]
+    plane = S.NUM_SLICES * h.rows.to(tl.int64) * h.stride_t
+    h_columns = h.ptr + part * plane + s.to(tl.int64) * h.stride_s + n % S.RANK_PAD  # [N]
+    block = StackedRows(slot=rows.slot, s=s, r=n % S.RANK_PAD, live=s < S.NUM_SLICES)
+    shrink_block(x, a, block, h_columns, h.stride_t, rows, part, S)
+
+
+@triton.jit
+def shrink_block(x, a, block, h_columns, h_stride_t, rows, part, S: tl.constexpr):
+    """Write the sums of one part of the inputs for a block of rows of A, `StackedRows`.
+
+    `h_columns` are the addresses of their columns of h in row 0 [N].
+    """
+    slot, s, r = block.slot, block.s, block.r
+    ranks_at = a.ranks + slot * S.NUM_SLICES + s
+    rank = tl.load(ranks_at, mask=block.live, other=0, cache_modifier=".cg")  # [N]
     if S.EXITS:
         # to know that, every program waits for its ranks; without EXITS it runs on, and loads no A
         if tl.max(rank - r) <= 0:
             return
     has_token = rows.tokens >= 0  # [T]
     x_rows = x.ptr + rows.tokens * x.stride_t  # [T]
-    at, used = rows_of_a(a, rows.slot, s, r, S), r < rank
-    scales = scales_of_a(a, rows.slot, s, r, S)
+    at, used = rows_of_a(a, slot, s, r, S), r < rank
+    scales = scales_of_a(a, slot, s, r, S)
     a_rows = ARows(at=at, scales=scales, scale=scale_of_rows(scales, used, S), used=used)
-    plane = S.NUM_SLICES * h.rows.to(tl.int64) * h.stride_t
-    h_columns = h.ptr + part * plane + s.to(tl.int64) * h.stride_s + r  # [N]
     # zeros are written beyond the rank, up to the end of its group
     if S.WARPS_K == 0:  # token by token, without a matrix product
         t = tl.arange(0, rows.tokens.shape[0])  # [T]
@@ -51,11 +61,11 @@ def shrink_tile(x, a, h, rows, program, S: tl.constexpr):
             x_row = x.ptr + tl.maximum(token, 0) * x.stride_t
             sums = row_sums(x_row, a_rows, part, x.features, S)  # [1, N]
             written = in_groups(r, tl.where(token >= 0, rank, 0), S.EVEN_R)
-            tl.store(h_columns[None, :] + h_row * h.stride_t, sums, mask=written[None, :])
+            tl.store(h_columns[None, :] + h_row * h_stride_t, sums, mask=written[None, :])
     else:
         sums = partial_sums(x_rows, has_token, a_rows, part, x.features, S)  # [T, N]
         mask = has_token[:, None] & in_groups(r, rank, S.EVEN_R)[None, :]
-        tl.store(h_columns[None, :] + (rows.h * h.stride_t)[:, None], sums, mask=mask)
+        tl.store(h_columns[None, :] + (rows.h * h_stride_t)[:, None], sums, mask=mask)
 
 
 @triton.jit
