@@ -39,7 +39,7 @@ DENSE: tuple[Sizes, ...] = (
     {"rank": 257, "columns": 1030},
     {"rank": 129, "inputs": 2060, "columns": 2060, "tokens": 40},
     {"rank": 5, "inputs": 16_390, "columns": 32_770},
-    {"tokens": 260, "rank": 140, "inputs": 520, "columns": 520},
+    {"tokens": 260, "rank": 140, "inputs": 260, "columns": 520},
     {"tokens": 1030, "rank": 2, "inputs": 1030},
     {"tokens": 4100, "slots": 270, "rank": 2},
     {"slots": 140, "rank": 70, "inputs": 20},

@@ -44,7 +44,7 @@ T = TypeVar("T")
 @prop(
     "Batches of a thousand adapters, and of 70,000 tokens, are right.",
     agreement=BY_CLAIM,
-    examples=1,
+    examples=2,
     requires=(no_interpreter,),
 )
 def large_batches_are_right(backend: LoRABackend, case: LoRACase) -> None:
