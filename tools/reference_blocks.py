@@ -67,7 +67,7 @@ def configuration() -> str:
 
 def generate_configuration() -> str:
     """Return the fields that only the file of `generate` has."""
-    module = "lora_backends.cli.generate_config"
+    module = "lora_backends.cli.generating.config"
     tables = (("", "GenerateConfig"), ("model.", "ModelConfig"), ("prompts.", "PromptConfig"))
     rows = [
         [f"`{prefix}{name}`", default, meaning]

@@ -59,8 +59,8 @@ def counted(kind: str, rows: list[dict[str, Any]]) -> dict[str, int]:
 
 def pipelines() -> None:
     """Compare pipelines with diffusers, print each case and write their result file."""
-    from helpers.diffusion_loras import BOUND, compared
-    from helpers.tiny_pipelines import PIPELINES
+    from helpers.diffusion.diffusion_loras import BOUND, compared
+    from helpers.diffusion.tiny_pipelines import PIPELINES
 
     found = new_result(PIPELINES_METHOD, bound=BOUND)
     found["versions"] |= versions("diffusers")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lora_backends.cli.console import output, output_of_plugins_aside, step, table
-from lora_backends.cli.generate_config import GenerateConfig, adapters_of, job, prompts_of
-from lora_backends.cli.generate_model import check_adapters, encoded, load
+from lora_backends.cli.generating.config import GenerateConfig, adapters_of, job, prompts_of
+from lora_backends.cli.generating.model import check_adapters, encoded, load
 from lora_backends.cli.options import Adapter, AnyDevice, Backend, JsonFlag, MaxNewTokens, Model
 from lora_backends.errors import InvalidInputError
 from lora_backends.selection.choice import get_backend

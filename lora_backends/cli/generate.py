@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lora_backends.cli.console import output, output_of_plugins_aside, step, table
-from lora_backends.cli.generate_config import GenerateConfig, adapters_of, job, prompts_of
-from lora_backends.cli.generate_entries import Entry, described
-from lora_backends.cli.generate_model import encoded, load, naming_faults
+from lora_backends.cli.generating.config import GenerateConfig, adapters_of, job, prompts_of
+from lora_backends.cli.generating.entries import Entry, described
+from lora_backends.cli.generating.model import encoded, load, naming_faults
 from lora_backends.cli.options import Adapter, AnyDevice, Backend, JsonFlag, MaxNewTokens, Model
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.selection.registry import backend_names, unavailable_reasons

@@ -67,17 +67,23 @@ def expected_shrink(
     tokens = batch.num_tokens
     shape = (weights.num_slices, tokens, weights.max_rank)
     value, magnitude = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
-    terms = torch.zeros(tokens, 1, dtype=torch.float64, device="cpu")
-    width = max(1, weights.num_slices * weights.max_rank * weights.in_features)
-    x_all, a_all = x.detach().cpu(), stack_of_a(weights)
-    # gathering A for all tokens at once could take gigabytes
-    for rows in _chunks(tokens, width):
-        mask = rank_mask(weights, batch.token_slots[rows])  # [T, S, R]
-        a = masked(a_all[batch.token_slots[rows].clamp(min=0)], mask[..., None])  # [T, S, R, I]
-        x_rows = masked(x_all[rows], (batch.token_slots[rows] != NO_ADAPTER)[:, None])
-        value[:, rows] = torch.einsum("ti,tsri->str", x_rows, a)
-        magnitude[:, rows] = torch.einsum("ti,tsri->str", x_rows.abs(), a.abs())
-        terms[rows, 0] = counted(x_rows)
+    x_all = masked(x, (batch.token_slots != NO_ADAPTER)[:, None])
+    # products with 0 add nothing, and a sparse x leaves little to gather
+    used = (x_all != 0).any(0).nonzero().flatten()
+    terms = counted(x_all)[:, None]
+    if 2 * len(used) < weights.in_features:
+        x_all, a_all = x_all[:, used], stack_of_a(weights, used)
+    else:
+        a_all = stack_of_a(weights)
+    width = max(1, weights.num_slices * weights.max_rank * x_all.shape[1])
+    for rows in _chunks(batch.token_slots, width):
+        slots = batch.token_slots[rows]
+        slots, token = (slots[:1], "u") if _of_one_slot(rows) else (slots, "t")
+        mask = rank_mask(weights, slots)  # [T, S, R], or of one slot
+        a = masked(a_all[slots.clamp(min=0)], mask[..., None])  # [T, S, R, I]
+        x_rows, product = x_all[rows], f"ti,{token}sri->str"
+        value[:, rows] = torch.einsum(product, x_rows, a)
+        magnitude[:, rows] = torch.einsum(product, x_rows.abs(), a.abs())
     bound = sum_bound(magnitude, terms + scale_operations(weights), weights.compute_dtype)
     if intermediate in (torch.float16, torch.bfloat16):
         bound += rounding_bound(value, bound, intermediate)
@@ -113,24 +119,27 @@ def _add(
     out_dtype: torch.dtype,
 ) -> Expected:
     """Return y of a batch of one adapter per token, added to `start`, which has a bound too."""
-    tokens, out_features = batch.num_tokens, weights.out_features
+    _tokens, out_features = batch.num_tokens, weights.out_features
     base, value, bound = start.value, start.value.clone(), start.bound.clone()
     b_all = stack_of_b(weights)
     scalings = masked(weights.scalings, weights.ranks.detach().cpu() > 0)
     factors = (2 if batch.token_scales is None else 3) + scale_operations(weights)
-    for rows in _chunks(tokens, max(1, out_features * weights.max_rank)):
+    for rows in _chunks(batch.token_slots, max(1, out_features * weights.max_rank)):
         slots = batch.token_slots[rows]
         safe, mask = slots.clamp(min=0), rank_mask(weights, slots)  # [T], [T, S, R]
+        own, token = (slice(1), "u") if _of_one_slot(rows) else (slice(None), "t")
+        product = f"tr,{token}nr->tn"
         for s, (first, end) in enumerate(_columns(weights)):
-            b = masked(b_all[safe, first:end], mask[:, s, None])  # [T, N, R]
+            b = masked(b_all[safe[own], first:end], mask[own, s, None])  # [T, N, R], or of one slot
             scaling = scalings[safe, s, None]
             if batch.token_scales is not None:
                 scaling = scaling * batch.token_scales[rows, None].double()
             h_rows = masked(h.value[s, rows], mask[:, s])
             h_error = masked(h.bound[s, rows], mask[:, s])
-            delta = scaling * torch.einsum("tr,tnr->tn", h_rows, b)
-            from_h = torch.einsum("tr,tnr->tn", h_error, b.abs())
-            magnitude = torch.einsum("tr,tnr->tn", h_rows.abs() + h_error, b.abs())
+            delta = scaling * torch.einsum(product, h_rows, b)
+            b = b.abs_()
+            from_h = torch.einsum(product, h_error, b)
+            magnitude = torch.einsum(product, h_rows.abs(), b) + from_h
             terms = mask[:, s].sum(1, keepdim=True) + factors
             sums = sum_bound(magnitude, terms, weights.compute_dtype)
             value[rows, first:end] += delta
@@ -277,7 +286,14 @@ def _columns(weights: LoRAWeights) -> list[tuple[int, int]]:
     return list(zip(offsets[:-1], offsets[1:], strict=True))
 
 
-def _chunks(tokens: int, values_per_token: int) -> Iterator[slice]:
-    step = max(1, _CHUNK // values_per_token)
-    for start in range(0, tokens, step):
-        yield slice(start, min(tokens, start + step))
+def _chunks(slots: torch.Tensor, values_per_token: int) -> Iterator[slice | torch.Tensor]:
+    """Yield all tokens, or those of each slot where their matrices would take gigabytes."""
+    if len(slots) * values_per_token <= _CHUNK:
+        yield slice(len(slots))
+        return
+    for slot in sorted({*slots.tolist()} - {NO_ADAPTER}):
+        yield (slots == slot).nonzero().flatten()
+
+
+def _of_one_slot(rows: slice | torch.Tensor) -> bool:
+    return isinstance(rows, torch.Tensor)

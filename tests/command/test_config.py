@@ -5,7 +5,7 @@ import pytest
 
 from lora_backends import BackendUnavailableError, InvalidInputError, LoRAConfig
 from lora_backends.adapters import LoadLimits
-from lora_backends.cli.generate_config import GenerateConfig
+from lora_backends.cli.generating.config import GenerateConfig
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from helpers.diffusion_loras import modules_of, tensors_of
-from helpers.tiny_pipelines import PIPELINES
+from helpers.diffusion.diffusion_loras import modules_of, tensors_of
+from helpers.diffusion.tiny_pipelines import PIPELINES
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file

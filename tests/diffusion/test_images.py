@@ -4,8 +4,8 @@ import runpy
 from pathlib import Path
 
 import pytest
-from helpers.diffusion_loras import BOUND, compared
-from helpers.tiny_pipelines import PIPELINES, TASKS
+from helpers.diffusion.diffusion_loras import BOUND, compared
+from helpers.diffusion.tiny_pipelines import PIPELINES, TASKS
 
 from lora_backends.bench.results import read_result
 from lora_backends.diffusers import calls

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from helpers.diffusion_loras import tensors_of
-from helpers.tiny_pipelines import PIPELINES, run
+from helpers.diffusion.diffusion_loras import tensors_of
+from helpers.diffusion.tiny_pipelines import PIPELINES, run
 from safetensors.torch import save_file
 
 from lora_backends import InvalidInputError, UnsupportedInputError

@@ -26,8 +26,8 @@ from lora_backends import LoRABackendError
 from lora_backends.adapters.specs import OwnModules, OwnParameter, TokenRows
 from lora_backends.hf import MultiLoRAModel
 
+from ..helpers.adapters.deltas import random_checkpoint
 from ..helpers.continuous import settings
-from ..helpers.deltas import random_checkpoint
 from .running import HANG_SECONDS, Ran, RunCase, fault_of_message, main
 
 PER_MANAGER, THREADS = 40, 6

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.training import PATTERNS, PLAIN, WIDE, batch, shake, tiny, wrapped
+from helpers.adapters.training import PATTERNS, PLAIN, WIDE, batch, shake, tiny, wrapped
 from lora_backends.hf import TrainingModule
 
 PROCESSES = 2

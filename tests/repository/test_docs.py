@@ -94,8 +94,8 @@ def _save_embedder(folder, base):
 
 def _save_pipeline(folder, monkeypatch):
     """Save a tiny pipeline and files of adapters; let it run on the backend that starts at once."""
-    from helpers.diffusion_loras import tensors_of
-    from helpers.tiny_pipelines import PIPELINES
+    from helpers.diffusion.diffusion_loras import tensors_of
+    from helpers.diffusion.tiny_pipelines import PIPELINES
     from safetensors.torch import save_file
 
     from lora_backends import get_backend

@@ -4,8 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from helpers import sglang_engines as made
-from helpers.peft_models import (
+from helpers.adapters.peft_models import (
     LAYERS,
     LINEAR,
     VOCAB,
@@ -14,7 +13,8 @@ from helpers.peft_models import (
     save_tiny,
     smollm2_in,
 )
-from helpers.sglang_engines import ADAPTERS, ENDS, MOE_ADAPTERS, Engine
+from helpers.servers import sglang_engines as made
+from helpers.servers.sglang_engines import ADAPTERS, ENDS, MOE_ADAPTERS, Engine
 
 if importlib.util.find_spec("sglang") is None:  # run by `make test-sglang`
     collect_ignore_glob = ["test_*.py"]

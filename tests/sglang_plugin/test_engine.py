@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from helpers.peft_models import PROMPTS, greedy_tokens, save_adapter
-from helpers.sglang_engines import ADAPTERS, MOE_TARGETS, merge
+from helpers.adapters.peft_models import PROMPTS, greedy_tokens, save_adapter
+from helpers.servers.sglang_engines import ADAPTERS, MOE_TARGETS, merge
 
 ROWS = [None, "all", "small", "qv", "gate", "ends", "rs", "layer"]
 

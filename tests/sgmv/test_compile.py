@@ -1,7 +1,7 @@
 """Every kernel compiles ahead of time, as it is launched, for the devices named as supported."""
 
 import pytest
-from helpers.ahead_of_time import SHARED_ALONE, TARGETS, compiled_by_a_process
+from helpers.compiling.ahead_of_time import SHARED_ALONE, TARGETS, compiled_by_a_process
 
 KERNELS = {  # by label
     "triton bf16": ("shrink", "expand", "gather"),

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.peft_models import PeftAnswers, save_adapter, save_tiny, smollm2_in
-from helpers.vllm_engines import ADAPTERS, KINDS, Engine
-from helpers.vllm_layers import IDS, INDEX_TO_ID, SLOTS, WIDTH, mapping
+from helpers.adapters.peft_models import PeftAnswers, save_adapter, save_tiny, smollm2_in
+from helpers.servers.vllm_engines import ADAPTERS, KINDS, Engine
+from helpers.servers.vllm_layers import IDS, INDEX_TO_ID, SLOTS, WIDTH, mapping
 
 if (
     importlib.util.find_spec("vllm") is None

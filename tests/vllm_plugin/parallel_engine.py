@@ -4,8 +4,8 @@ import gc
 import sys
 from pathlib import Path
 
-from helpers.peft_models import PROMPTS
-from helpers.vllm_engines import ADAPTERS, KINDS, LIVE, PARALLEL, Engine, live_version
+from helpers.adapters.peft_models import PROMPTS
+from helpers.servers.vllm_engines import ADAPTERS, KINDS, LIVE, PARALLEL, Engine, live_version
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.integrations.vllm import live

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from helpers.peft_models import HIDDEN, PROMPTS
+from helpers.adapters.peft_models import HIDDEN, PROMPTS
 
 ROWS = [None, "all", "small", "some", "all", None, "some", "small"]
 

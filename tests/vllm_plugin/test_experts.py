@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.vllm_layers import (
+from helpers.servers.vllm_layers import (
     IDS,
     INDEX_TO_ID,
     RANK,

@@ -6,8 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.vllm_engines import SETTINGS  # noqa: F401  # before vLLM is imported
-from helpers.vllm_layers import INDEX_TO_ID, RANK, SLICES, SLOTS, WIDTH, delta, make_module, mapping
+from helpers.servers.vllm_engines import SETTINGS  # noqa: F401  # before vLLM is imported
+from helpers.servers.vllm_layers import (
+    INDEX_TO_ID,
+    RANK,
+    SLICES,
+    SLOTS,
+    WIDTH,
+    delta,
+    make_module,
+    mapping,
+)
 
 ITEMS = [  # of requests in turn: modality, adapter, rows
     ("image", 9, 4),

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from helpers.peft_models import LAYERS, LINEAR, PROMPTS, save_adapter, save_tiny
-from helpers.vllm_engines import INVOCATION, KINDS
+from helpers.adapters.peft_models import LAYERS, LINEAR, PROMPTS, save_adapter, save_tiny
+from helpers.servers.vllm_engines import INVOCATION, KINDS
 
 from lora_backends import UnsupportedInputError
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.peft_models import PROMPTS
-from helpers.vllm_engines import live_version
+from helpers.adapters.peft_models import PROMPTS
+from helpers.servers.vllm_engines import live_version
 
 from lora_backends.errors import (
     BackendUnavailableError,

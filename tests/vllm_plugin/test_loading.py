@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.vllm_engines import SETTINGS  # noqa: F401  # before vLLM is imported
-from helpers.vllm_layers import SLOTS, make_module
+from helpers.servers.vllm_engines import SETTINGS  # noqa: F401  # before vLLM is imported
+from helpers.servers.vllm_layers import SLOTS, make_module
 
 EXPERTS, RANK, HIDDEN, INNER = 4, 2, 6, 10
 MLP = "model.layers.0.mlp"

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.peft_models import PROMPTS
-from helpers.vllm_engines import LIVE, PARALLEL
+from helpers.adapters.peft_models import PROMPTS
+from helpers.servers.vllm_engines import LIVE, PARALLEL
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from helpers.vllm_engines import SETTINGS  # noqa: F401  # before vLLM is imported
+from helpers.servers.vllm_engines import SETTINGS  # noqa: F401  # before vLLM is imported
 
 
 def test_waking_up_twice_changes_nothing_more(monkeypatch):

@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from helpers.vllm_engines import live_version
+from helpers.servers.vllm_engines import live_version
 
 from lora_backends.errors import BackendUnavailableError, InvalidInputError
 from lora_backends.integrations.vllm import live

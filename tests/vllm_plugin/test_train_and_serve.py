@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
-from helpers.peft_models import PROMPTS
+from helpers.adapters.peft_models import PROMPTS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_and_serve.py"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeAlias
@@ -20,6 +21,9 @@ LARGEST_EXACT = 256
 
 FEW = 8
 """The most nonzero values of a sparse row."""
+
+DRAWN = 262_139
+"""Values that are drawn for a tensor: a prime, so that no tile or row repeats with them."""
 
 Values: TypeAlias = Literal["real", "sparse", "integer"]
 """real: normal values; sparse: the same, but rows of x and of dL/dy are sparse, so that the bound
@@ -284,26 +288,39 @@ EDGES: Mapping[str, Callable[[LoRACase], bool]] = {
 
 
 def normals(shape: tuple[int, ...], generator: torch.Generator, largest: int = 0) -> torch.Tensor:
-    """Return normal values."""
-    return torch.randn(shape, generator=generator, device="cpu")
+    """Return normal values; those of a large tensor repeat after `DRAWN`, as draws take time."""
+    count = math.prod(shape)
+    if count <= DRAWN:
+        return torch.randn(shape, generator=generator, device="cpu")
+    return _repeated(torch.randn(DRAWN, generator=generator, device="cpu"), shape)
+
+
+def _repeated(values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    count = math.prod(shape)
+    return values.repeat(-(-count // len(values)))[:count].view(shape)
 
 
 def sparse_normals(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Return normal values with at most `FEW` nonzero in a row: half anywhere, half at its end."""
-    values = normals(shape, generator)
-    if shape[-1] <= FEW:
-        return values
-    order = torch.rand(shape, generator=generator, device="cpu")
-    kept = torch.zeros(shape, dtype=torch.bool, device="cpu")
-    for columns in (order, order[..., -LARGEST_EXACT // 4 :]):  # the end: tiles are cut off there
-        chosen = columns.topk(FEW // 2).indices + (shape[-1] - columns.shape[-1])
-        kept.scatter_(-1, chosen, True)
-    return values * kept
+    """Return normal values with at most `FEW` nonzero in a row: the last, others near it, others.
+
+    Tiles are cut off at the end of a row.
+    """
+    *outer, width = shape
+    if width <= FEW:
+        return normals(shape, generator)
+    index = torch.randint(width, (*outer, FEW), generator=generator, device="cpu")
+    ends = index[..., : FEW // 2]
+    ends.remainder_(min(width, LARGEST_EXACT // 4)).neg_().add_(width - 1)
+    index[..., 0] = width - 1
+    values = torch.zeros(shape, device="cpu")
+    return values.scatter_(-1, index, normals((*outer, FEW), generator))
 
 
 def integers(shape: tuple[int, ...], generator: torch.Generator, largest: int = 1) -> torch.Tensor:
-    """Return integers from -largest to largest."""
-    return torch.randint(-largest, largest + 1, shape, generator=generator, device="cpu").float()
+    """Return integers from -largest to largest; those of a large tensor repeat, as normals do."""
+    few = (min(math.prod(shape), DRAWN),)
+    drawn = torch.randint(-largest, largest + 1, few, generator=generator, device="cpu").float()
+    return drawn.view(shape) if math.prod(shape) <= DRAWN else _repeated(drawn, shape)
 
 
 def token_factors(shape: tuple[int, ...], seed: int, integer: bool) -> torch.Tensor:

@@ -271,7 +271,7 @@ _EMPTY = (
 
 
 @either_prop(
-    "Memory from torch.empty is written before it is read.", features=ANY_LAYER, examples=30
+    "Memory from torch.empty is written before it is read.", features=ANY_LAYER, examples=20
 )
 def memory_is_written_before_it_is_read(backend: LoRABackend, case: LoRACase) -> None:
     """The run meets NaN in every tensor that it allocates without a value."""

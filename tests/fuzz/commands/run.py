@@ -19,7 +19,7 @@ from lora_backends import LoRABackendError, LoRAConfig
 from lora_backends import cli as command_line
 from lora_backends.adapters import LoadLimits
 from lora_backends.bench.job import BenchRun
-from lora_backends.cli.generate_config import GenerateConfig
+from lora_backends.cli.generating.config import GenerateConfig
 from lora_backends.testing import suite
 
 from ..running import Ran, RunCase, ending_hangs, fault_of_message, untyped

@@ -7,7 +7,7 @@ import warnings
 import peft
 import pytest
 import torch
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.adapters.pool.stacks import ModuleStacks

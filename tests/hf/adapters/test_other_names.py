@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers.saved_adapters import edit_config, edit_tensors, save_random, with_seed
+from helpers.adapters.saved_adapters import edit_config, edit_tensors, save_random, with_seed
 
 from lora_backends import InvalidInputError
 from lora_backends.hf import MultiLoRAModel

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 
 import lora_backends.adapters.pool.store as store_module
 from lora_backends import InvalidInputError

@@ -9,7 +9,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 
 from lora_backends import (
     InvalidInputError,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 from helpers.graphs import captured_logits
 
 from lora_backends import UnsupportedInputError, backend_names, unavailable_reasons

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 from torch._dynamo.utils import counters
 
 from lora_backends import InvalidInputError, UnsupportedInputError

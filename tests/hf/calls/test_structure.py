@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 from torch import nn
 
 from lora_backends import InvalidInputError

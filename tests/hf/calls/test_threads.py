@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import transformers
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 
 from lora_backends import InvalidInputError
 from lora_backends.hf import MultiLoRAModel

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 from helpers.engines import device_or_skip, make_engine
 from helpers.graphs import captured_logits
 from torch._dynamo.backends.common import aot_autograd

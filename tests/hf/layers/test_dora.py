@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.adapters import Checkpoint

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 from helpers.sweeps.mixtures import ATTENTION as MOE_ATTENTION
 from helpers.sweeps.mixtures import KNOWN, build, in_peft
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 from torch.nn.utils import prune
 
 pytest.importorskip("numba")

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 from torch.nn.utils import prune
 
 from lora_backends.hf import MultiLoRAModel

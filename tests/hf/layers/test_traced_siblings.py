@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.deltas import random_checkpoint
+from helpers.adapters.deltas import random_checkpoint
 
 from lora_backends import InvalidInputError
 from lora_backends.hf import MultiLoRAModel

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from helpers.adapters.deltas import random_checkpoint
 from helpers.continuous import TARGETS, begun, prompts, settings, soon
-from helpers.deltas import random_checkpoint
 from transformers.generation.continuous_batching import continuous_api
 
 from lora_backends import InvalidInputError, LoRABatch, UnsupportedInputError

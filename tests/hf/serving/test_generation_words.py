@@ -3,8 +3,8 @@
 import pytest
 import torch
 import transformers
+from helpers.adapters.deltas import random_checkpoint
 from helpers.continuous import TARGETS, prompts, settings, soon
-from helpers.deltas import random_checkpoint
 from transformers import GenerationConfig
 
 from lora_backends import InvalidInputError, LoRABackendError, UnsupportedInputError

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 import transformers
+from helpers.adapters.deltas import random_checkpoint
 from helpers.continuous import begun, settings, soon
-from helpers.deltas import random_checkpoint
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from lora_backends import InvalidInputError, UnsupportedInputError

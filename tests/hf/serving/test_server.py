@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers.adapters.deltas import random_checkpoint
 from helpers.continuous import settings
-from helpers.deltas import random_checkpoint
 
 from lora_backends.hf import MultiLoRAModel
 

@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from helpers.training import PATTERNS, WIDE, shake, tiny, wrapped
+from helpers.adapters.training import PATTERNS, WIDE, shake, tiny, wrapped
 
 from lora_backends import InvalidInputError, UnsupportedInputError, get_backend
 from lora_backends.hf import agreement

@@ -6,8 +6,7 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers.sweeps import sweep_bases
-from helpers.training import (
+from helpers.adapters.training import (
     PATTERNS,
     PLAIN,
     WIDE,
@@ -21,6 +20,7 @@ from helpers.training import (
     train_step,
     wrapped,
 )
+from helpers.sweeps import sweep_bases
 
 from lora_backends import UnsupportedInputError
 from lora_backends.hf.training.products import is_product

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.adapters.training import PLAIN, WIDE, batch, by_peft, tiny, wrapped
 from helpers.distributed import (
     APART,
     ROWS,
@@ -18,7 +19,6 @@ from helpers.distributed import (
     trainer_of,
     work,
 )
-from helpers.training import PLAIN, WIDE, batch, by_peft, tiny, wrapped
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

@@ -5,8 +5,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from helpers.engines import ON_GPU, run_interpreted
-from helpers.training import (
+from helpers.adapters.training import (
     PATTERNS,
     PLAIN,
     WIDE,
@@ -17,6 +16,7 @@ from helpers.training import (
     train_step,
     wrapped,
 )
+from helpers.engines import ON_GPU, run_interpreted
 
 from lora_backends import InvalidInputError, UnsupportedInputError, backend_names
 from lora_backends import unavailable_reasons as reasons
@@ -294,7 +294,7 @@ def test_blends_split_and_compiled_models_are_refused():
 INTERPRETED = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from helpers.training import Pair, batch, tiny, train_step, wrapped
+from helpers.adapters.training import Pair, batch, tiny, train_step, wrapped
 model = wrapped(tiny(), "triton", max_adapters=2, max_rank=4, fuse=True)
 layers = {"layers_to_transform": [1], "target_modules": ["q_proj", "v_proj", "o_proj"]}
 pairs = [Pair(model, name, tiny(), {"r": r, **layers}) for name, r in (("a", 4), ("b", 2))]

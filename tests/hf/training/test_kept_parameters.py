@@ -2,7 +2,7 @@
 
 import peft
 import torch
-from helpers.training import PLAIN, batch, shake, tiny, train_step, wrapped
+from helpers.adapters.training import PLAIN, batch, shake, tiny, train_step, wrapped
 
 
 def test_gradients_follow_adapters_that_are_frozen_removed_and_made_anew():

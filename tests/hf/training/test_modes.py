@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers.training import PATTERNS, PLAIN, WIDE, Pair, batch, tiny, train_step, wrapped
+from helpers.adapters.training import PATTERNS, PLAIN, WIDE, Pair, batch, tiny, train_step, wrapped
 from torch.utils.checkpoint import checkpoint
 
 from lora_backends import InvalidInputError

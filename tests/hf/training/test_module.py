@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from helpers.adapters.training import PLAIN, WIDE, Pair, batch, causal_loss, tiny, wrapped
 from helpers.distributed import trainer_of
-from helpers.training import PLAIN, WIDE, Pair, batch, causal_loss, tiny, wrapped
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.hf import TrainingModule

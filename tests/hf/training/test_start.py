@@ -5,7 +5,16 @@ import copy
 import peft
 import pytest
 import torch
-from helpers.training import PATTERNS, PLAIN, WIDE, batch, by_peft, parameters_of, tiny, wrapped
+from helpers.adapters.training import (
+    PATTERNS,
+    PLAIN,
+    WIDE,
+    batch,
+    by_peft,
+    parameters_of,
+    tiny,
+    wrapped,
+)
 
 from lora_backends import InvalidInputError, LoRABackendError, UnsupportedInputError
 

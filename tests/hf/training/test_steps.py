@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers.training import (
+from helpers.adapters.training import (
     PATTERNS,
     PLAIN,
     WIDE,

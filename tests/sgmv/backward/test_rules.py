@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from helpers.ahead_of_time import GPUS
+from helpers.compiling.ahead_of_time import GPUS
 
 from lora_backends.sgmv.backward.rules import dh_tiles, dx_tiles, outer_tiles
 from lora_backends.sgmv.tiles.gpu import Gpu

@@ -14,6 +14,7 @@ from mutants import (
     outputs,
     sizes,
     state,
+    thresholds,
 )
 from mutants.base import MUTANTS, Mutant, TwoSteps
 
@@ -31,4 +32,5 @@ __all__ = [
     "outputs",
     "sizes",
     "state",
+    "thresholds",
 ]

@@ -184,7 +184,7 @@ class AfterBackward(Backward):
             self.spoil_a(lora_a, weights)
 
 
-@caught_by(LARGE_GRADIENTS)
+@caught_by("gradients_above_all_thresholds_are_right")
 class GradientOf256Inputs(AfterBackward):
     """dlora_a of inputs after the 256th is 0."""
 

@@ -3,7 +3,7 @@
 The kernels, their constants and options are those that `sgmv.experts` launches.
 """
 
-from helpers.ahead_of_time import Variant, gpu_of, is_programmatic
+from helpers.compiling.ahead_of_time import Variant, gpu_of, is_programmatic
 
 TABLES = {
     "ids_ptr": "*i64",

@@ -3,8 +3,17 @@
 The kernels, their constants and options are those that `sgmv.backward` launches.
 """
 
-from helpers import ahead_of_time
-from helpers.ahead_of_time import DOWN, ODD, QKV, SMALL, TINY, Variant, gpu_of, is_programmatic
+from helpers.compiling import ahead_of_time
+from helpers.compiling.ahead_of_time import (
+    DOWN,
+    ODD,
+    QKV,
+    SMALL,
+    TINY,
+    Variant,
+    gpu_of,
+    is_programmatic,
+)
 
 TABLES = {
     "dh_ptr": "*fp32",

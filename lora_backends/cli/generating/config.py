@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt
 
-from lora_backends.cli.generate_entries import Entry, checked, entry_of
+from lora_backends.cli.generating.entries import Entry, checked, entry_of
 from lora_backends.common.files import as_path, kind_of
 from lora_backends.errors import InvalidInputError, shown
 from lora_backends.selection.config import MOST, LoRAConfig

@@ -116,7 +116,7 @@ def smollm2_in(environment):
     """Return the folder of SmolLM2 as safetensors, which `make test-ENVIRONMENT` has saved."""
     import pytest
 
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     folder = Path(os.environ.get("SMOLLM2", root / f".venv-{environment}" / "smollm2"))
     if not (folder / "model.safetensors").exists():
         pytest.skip(f"SmolLM2 is not saved as safetensors: run `make test-{environment}`")

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from lora_backends.adapters import read_checkpoint
 from lora_backends.cli.console import step
-from lora_backends.cli.generate_config import GenerateConfig
+from lora_backends.cli.generating.config import GenerateConfig
 from lora_backends.common.files import kind_of
 from lora_backends.errors import (
     BackendUnavailableError,

@@ -6,7 +6,7 @@ This module is imported by the processes of an engine, too: it imports neither t
 import asyncio
 import json
 
-from helpers.peft_models import LAYERS, LINEAR
+from helpers.adapters.peft_models import LAYERS, LINEAR
 
 ENDS = ["embed_tokens", "lm_head"]
 ADAPTERS = {

@@ -141,9 +141,9 @@ BASES = [  # rows, columns, and whether there is a bias
 def compiled_by_a_process(targets, cache):
     """Return the output of a process of its own: one that runs the interpreter cannot compile."""
     names = ("ahead_of_time", "experts_ahead_of_time", "backward_ahead_of_time")
-    imports = f"import triton; from helpers import {', '.join(names)}"
+    imports = f"import triton; from helpers.compiling import {', '.join(names)}"
     code = f"{imports}; {REPLACED}; ahead_of_time.main({', '.join(names)})"
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parents[2]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {
         "TRITON_CACHE_DIR": str(cache),

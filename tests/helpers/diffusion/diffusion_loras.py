@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from helpers.tiny_pipelines import make, run
+from helpers.diffusion.tiny_pipelines import make, run
 from lora_backends.diffusers import MultiLoRAPipeline
 
 RANK = 3

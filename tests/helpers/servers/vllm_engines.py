@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from helpers.peft_models import LAYERS, LINEAR
+from helpers.adapters.peft_models import LAYERS, LINEAR
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process

@@ -1,0 +1,1 @@
+"""What `generate` and `agree` run: their settings, adapters and model."""

@@ -1,0 +1,1 @@
+"""PEFT models, checkpoints and training steps."""

@@ -1,0 +1,1 @@
+"""Small diffusion pipelines, and LoRAs for them."""
