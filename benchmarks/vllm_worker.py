@@ -64,8 +64,11 @@ class Contender:
     def stalls(self, rows: Sequence[int], prompts: Sequence[int]) -> dict[str, Any]:
         """Return by how many seconds a first batch of some sizes takes longer than a second.
 
-        A size's prompts are prefills of so many tokens; its rows are decoded one step.
+        A size's prompts are prefills of so many tokens; its rows are decoded one step. Adapters are
+        loaded before.
         """
+        for request in self._requests.values():
+            self._engine.llm_engine.add_lora(request)
         worst: dict[str, Any] = {"s": 0.0, "rows": 0, "prompt": 0}
         for count, length in self._sizes(rows, prompts):
             first, second = (self.seconds(count, count, length, 2) for _ in range(2))
