@@ -110,15 +110,17 @@ def measure(
     adapters = save_adapters(folder, arguments.adapters, shape, arguments.rank, dtype)
     options = engine_options(arguments, model)
     prompts, names = checks_of(arguments.adapters)
-    print("building the reference ...", flush=True)
-    # it runs alone: one more engine would not fit beside those that are timed
-    torch_ref = engine("torch_ref", options, adapters, arguments.limit)
-    try:
-        torch_ref.answer()
-        reference = reference_of(torch_ref, list(adapters), prompts, names)
-    except EngineFailed as error:
-        raise SystemExit(f"the reference torch_ref failed: {error}") from error
-    torch_ref.close()
+    reference = None
+    if arguments.reference == "torch_ref":
+        print("building the reference ...", flush=True)
+        # it runs alone: one more engine would not fit beside those that are timed
+        torch_ref = engine("torch_ref", options, adapters, arguments.limit)
+        try:
+            torch_ref.answer()
+            reference = reference_of(torch_ref, list(adapters), prompts, names)
+        except EngineFailed as error:
+            raise SystemExit(f"the reference torch_ref failed: {error}") from error
+        torch_ref.close()
     print("building the engines ...", flush=True)
     processes = {
         name: engine(name, options, adapters, arguments.limit) for name in arguments.engines
@@ -126,6 +128,8 @@ def measure(
     failed = result.setdefault("failed", {}).setdefault(kind, {})
     drop = dropper(processes, arguments.engines[0], failed)
     greet(processes, drop)
+    if reference is None:
+        reference = reference_of(processes[arguments.reference], list(adapters), prompts, names)
     answers = result.setdefault("answers", {}).setdefault(kind, {})
     compare(processes, drop, OWN, prompts, names, reference, answers)
     yield from timed(processes, drop, arguments, end, {"experts": kind == "experts"})
@@ -159,13 +163,18 @@ def summary(result: Result) -> dict[str, Any]:
 STEP = Measurement(
     rows=measure_all,
     file=f"sglang_step_{'gpu' if ON_GPU else 'cpu'}.json",
-    method=f"{METHOD} The reference is torch_ref, in an engine without CUDA graphs.",
-    settings=lambda o: {"device": "cuda" if ON_GPU else "cpu", "load": None},
+    method=f"{METHOD} The reference torch_ref runs in an engine without CUDA graphs.",
+    settings=lambda o: {
+        "device": "cuda" if ON_GPU else "cpu",
+        "reference": o.reference,
+        "load": None,
+    },
     summary=summary,
     partial=True,
     options={
         "--models": flag(["dense", "experts"], choices=["dense", "experts"]),
         "--engines": flag(["off", "csgmv", "triton", "auto"] if ON_GPU else ["off", "auto"]),
+        "--reference": flag("torch_ref", "or an engine: whose answers count"),
         "--dtype": flag("bfloat16" if ON_GPU else "float32"),
         "--cells": flag(
             [(64, 8), (8, 8), (64, 1)] if ON_GPU else [(8, 4)],

@@ -178,7 +178,7 @@ def test_a_wide_product_of_8_bits_is_right(device):
         weights, launch.stacks_of(weights), plan, tokens, x.dtype, backend._options
     )
     sizes, row = kernels.shrink.sizes, kernels.shrink.constants["ROW"]
-    assert min(sizes.BLOCK_N, row.TILE) >= 64 and sizes.WARPS_K == 1
+    assert min(sizes.BLOCK_N, row.SEGMENT) >= 64 and sizes.WARPS_K == 1
     wanted = reference_of.run_linear(x, weights, reference_plan)
     agree(backend.run_linear(x, weights, plan), wanted, torch.zeros_like(wanted), torch.bfloat16)
 
