@@ -46,6 +46,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "host-time": summaries.host_time,
     "wide-stacks": summaries.wide_stacks,
     "vllm-steps": summaries.vllm_steps,
+    "vllm-experts": summaries.vllm_experts,
     "sglang-steps": summaries.sglang_steps,
     "h200-factors": summaries.factors,
     "h200-experts": summaries.experts,

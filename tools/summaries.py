@@ -76,6 +76,13 @@ def vllm_steps() -> str:
     return _steps("vllm_step_gpu", {"own": "vLLM's operators / off", "triton": "`triton` / off"})
 
 
+def vllm_experts() -> str:
+    """Return the same for a mixture of experts."""
+    return _steps(
+        "vllm_step_gpu_experts", {"own": "vLLM's operators / off", "triton": "`triton` / off"}
+    )
+
+
 def sglang_steps() -> str:
     """Return the times of decode steps and a prefill inside SGLang, over those with LoRA off."""
     return _steps("sglang_step_gpu", {"triton": "SGLang's `triton` / off", "auto": "ours / off"})

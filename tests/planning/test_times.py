@@ -39,6 +39,8 @@ def cells():
             model, eager = llama(LLAMA_8B, 16, row["rank"]), row["mode"] == "eager"
             yield f"whole model {key}", model, h200, key[0], key[2], base[key], row["ms"], eager
     for row in rows_of("vllm_step_gpu"):
+        if row["step"] == "prefill":
+            continue
         key = (row["rows"], row["adapters"])
         if row["contender"] == "off":
             base[key] = row["ms"]

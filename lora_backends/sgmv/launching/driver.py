@@ -160,6 +160,7 @@ def driver_kernel(
 def _widths(function: int) -> list[int]:
     """Return the bytes of each parameter of a kernel; it is loaded as long as the process lives."""
     driver = cuda_driver()
+    assert driver is not None  # `driver_kernel` has asked for it
     widths: list[int] = []
     offset, width = c_size_t(), c_size_t()
     while not driver.parameter(function, len(widths), byref(offset), byref(width)):
