@@ -140,6 +140,7 @@ NAMES = {
     "v1/worker/gpu/mm/encoder_runner.py": ["group_and_batch_mm_kwargs"],
     RUNNER: [
         "GPUModelRunner.add_requests(scheduler_output)",
+        "GPUModelRunner.capture_model()",
         "GPUModelRunner.prepare_inputs(scheduler_output)",
         "GPUModelRunner.sample(hidden_states, input_batch)",
         "set_active_mm_loras",
@@ -155,6 +156,7 @@ NAMES = {
     "v1/worker/gpu_model_runner.py": [
         "GPUModelRunner._get_prompt_logprobs_dict(hidden_states)",
         "GPUModelRunner._preprocess(scheduler_output)",
+        "GPUModelRunner.capture_model()",
         "group_and_batch_mm_kwargs",
     ],
     "v1/worker/gpu_worker.py": ["Worker.determine_available_memory()"],

@@ -20,9 +20,9 @@ def test_every_launched_kernel_compiles(targets, tmp_path):
     for label, kernels in KERNELS.items():
         for kernel in kernels:
             assert f"{first} compiled {label} {kernel}_kernel " in printed
-    counts = {"triton": 34, "csgmv": 9, "experts": 48, "backward": 18, "blends": 4}
+    counts = {"triton": 34, "csgmv": 7, "experts": 48, "backward": 18, "blends": 4}
     for label, count in counts.items():
         assert printed.count(f"{first} compiled {label}") >= count, label
-    # one of each kernel, and csgmv has entry kernels of its own
+    # one of each kernel; with one segment to a group csgmv takes triton's
     for target in set(others) - {f"{backend}:{arch}" for backend, arch in SHARED_ALONE}:
         assert printed.count(f"{target} compiled ") >= 20
