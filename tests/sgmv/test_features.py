@@ -10,7 +10,8 @@ from helpers.engines import UNITS, VARIANTS, device_or_skip, make_engine
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend, quantize_weights
 from lora_backends.dispatch.many_adapters import sorted_tokens
 from lora_backends.sgmv import launch
-from lora_backends.sgmv.blends.plan import cut_tiles, room_of
+from lora_backends.sgmv.blends.plan import choose_cut, cut_tiles, room_of
+from lora_backends.sgmv.tiles.rules import tile_tokens
 from lora_backends.sgmv.tiles.sizes import ExpandTiles, ShrinkTiles, TileConfig
 from lora_backends.sgmv.tiles.source import fixed_source
 
@@ -317,6 +318,27 @@ def test_infinite_values_of_an_adapter_reach_only_its_tokens(device, tokens, ran
     assert not y[has, 3].isfinite().any()
     y[has, 3] = wanted[has, 3] = 0
     agree(y, wanted, torch.zeros_like(y), dtype)
+
+
+@pytest.mark.parametrize(
+    "tokens, slots, n, unlike, cut",
+    [
+        (64, 8, 2, False, (16, 2, False)),  # 8 sets
+        (16, 8, 2, True, (16, 2, False)),
+        (64, 8, 4, True, (64, 8, True)),
+        (64, 64, 2, True, (16, 2, False)),  # no adapter is read often
+        (64, 12, 4, True, (16, 8, True)),
+        (4096, 8, 4, True, (64, 4, False)),
+    ],
+    ids=str,
+)
+def test_tiles_take_unlike_tokens_if_they_would_read_adapters_often(tokens, slots, n, unlike, cut):
+    chosen = torch.stack([torch.arange(tokens) + j for j in range(n)], 1) % slots
+    if unlike:
+        chosen = torch.rand(tokens, slots, generator=torch.Generator().manual_seed(3))
+        chosen = chosen.argsort(1)[:, :n]
+    batch = LoRABatch(chosen, slots)
+    assert choose_cut(batch, sorted_tokens(batch), tile_tokens) == cut
 
 
 def test_tiles_name_few_slots_and_every_token_once():

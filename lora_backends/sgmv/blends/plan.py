@@ -9,8 +9,8 @@ their tokens, are more than it has room for. One shrink and one expand serve all
     y moves      n reads, n writes                1 read, 1 write
     A, B, h      once for each adapter of a tile  the same
 
-for x [tokens, in], y [tokens, out] and n adapters per token. If every token has a set of its own,
-tiles hold fewer tokens, but each has room for two sets.
+for x [tokens, in], y [tokens, out] and n adapters per token. If few tokens have the same set, tiles
+of one set would read an adapter many times: then a tile takes several sets.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from lora_backends.dispatch.many_adapters import SortedTokens, sorted_tokens
 from lora_backends.sgmv.layout import Ints, aligned, bucket, max_runs
 from lora_backends.sgmv.tiles.sizes import power_of_two
 
-MANY_SETS, ALIKE = 4, 8
-"""Tiles take unlike tokens if sets of adapters are so many, with fewer than ALIKE tokens each."""
+READS, ALIKE = 4, 8
+"""Tiles take unlike tokens if sets have fewer than ALIKE tokens each, and tiles of one set would
+read every adapter more than READS times."""
 
 
 @dataclass(eq=False)
@@ -201,9 +202,16 @@ def choose_cut(batch: LoRABatch, found: SortedTokens, tile_tokens: Any) -> tuple
     """
     tokens, least = len(found.tokens), power_of_two(batch.adapters_per_token)
     sets = 1 + int((found.slots[1:] != found.slots[:-1]).any(1).sum())
-    if sets < MANY_SETS or tokens >= ALIKE * sets:
-        return tile_tokens(batch.num_tokens, sets), least, False
-    return 16, max(2 * least, min(4 * least, 8)), True
+    used = len(np.unique(found.slots[found.live]))
+    is_read_often = sets > 1 and sets * batch.adapters_per_token > READS * used
+    # thresholds as measured on an H200: 8 adapters, of which a token has 2 or 4
+    if tokens >= ALIKE * sets or not is_read_often:
+        size = tile_tokens(batch.num_tokens, sets)
+        fills = tokens > 512 and tokens >= 32 * sets  # at least half of a tile of 64
+        return max(size, 64) if fills else size, least, False
+    entries = max(2 * least, min(4 * least, 8))
+    # if there are more adapters than entries, few tokens share a tile
+    return 64 if tokens > 16 and used <= entries else 16, entries, True
 
 
 def fill_blend(blend: Blend, batch: LoRABatch, tile_tokens: Any) -> Blend:

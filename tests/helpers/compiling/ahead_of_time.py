@@ -123,7 +123,7 @@ ROOMY = {  # as CASES, for shared memory alone
 
 BLENDS = {  # layer, (tokens, tiles), entries of a tile, whether merged and biased, as in STORAGE
     "bf16": [
-        (TINY, (64, 8), 4, True, None),  # a rank in steps
+        (TINY, (64, 1), 8, True, None),  # unlike tokens, a rank in steps
         (SMALL, (1, 1), 2, False, None),  # row by row
         (QKV, (2048, 16), 4, False, None),  # all entries in one product
     ],
@@ -446,7 +446,8 @@ def blend_kernels(dtype, cases, programmatic, gpu):
             name, block = stored
             kind = storage_kind(getattr(torch, name), programmatic)
             storage = Storage(kind, block, torch.bfloat16)
-        batch = BatchShape(tokens, sets, rules.tile_tokens(tokens, sets))
+        tile = 64 if merged else rules.tile_tokens(tokens, sets)
+        batch = BatchShape(tokens, sets, tile)
         shape = BlendShape(entries, merged, not stored and dtype != "fp16")
         aligns = (0, 0) if merged else (16, 16)
         yield from kernels_for(batch, layer, slices, shape, merged, aligns, storage, options)[:2]
