@@ -218,7 +218,7 @@ def choose_blend_tiles(
     if shape.merged and is_wide:
         chunks = 1
     elif is_wide and is_half and together == shape.entries and expand.block_r == rank_pad:
-        # faster on an H200 by 4 to 46%; with two entries and 4096 columns, slower by 5 to 18%
+        # faster on an H200 by 4 to 26%; with two entries and 4096 columns, slower by 5 to 18%
         if layer.out_features > 4096 or shape.entries > 2:
             block_c, num_warps = 64, 8
             chunks = min(chunks, 4 if stacked_ranks < 2 * MAX_BLOCK_R else 2)
