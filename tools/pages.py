@@ -48,6 +48,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "vllm-steps": summaries.vllm_steps,
     "vllm-experts": summaries.vllm_experts,
     "sglang-steps": summaries.sglang_steps,
+    "sglang-experts": summaries.sglang_experts,
     "h200-factors": summaries.factors,
     "h200-experts": summaries.experts,
     "numba-cpu": summaries.numba_cpu,

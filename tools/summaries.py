@@ -71,21 +71,32 @@ def decode_step_on_the_h200() -> str:
     return table(["", ">base model, ms", ">with adapters / base model"], rows)
 
 
+OF_VLLM = {"own": "vLLM's operators", "triton": "`triton`"}
+OF_SGLANG = {
+    "csgmv": "SGLang's `csgmv`",
+    "triton": "SGLang's `triton`",
+    "auto": "ours",
+}
+
+
 def vllm_steps() -> str:
     """Return the time of a decode step inside vLLM on the GPU, over the time with LoRA off."""
-    return _steps("vllm_step_gpu", {"own": "vLLM's operators / off", "triton": "`triton` / off"})
+    return _steps("vllm_step_gpu", OF_VLLM)
 
 
 def vllm_experts() -> str:
     """Return the same for a mixture of experts."""
-    return _steps(
-        "vllm_step_gpu_experts", {"own": "vLLM's operators / off", "triton": "`triton` / off"}
-    )
+    return _steps("vllm_step_gpu_experts", OF_VLLM)
 
 
 def sglang_steps() -> str:
     """Return the times of decode steps and a prefill inside SGLang, over those with LoRA off."""
-    return _steps("sglang_step_gpu", {"triton": "SGLang's `triton` / off", "auto": "ours / off"})
+    return _steps("sglang_step_gpu", OF_SGLANG)
+
+
+def sglang_experts() -> str:
+    """Return the same for a mixture of experts."""
+    return _steps("sglang_step_gpu_experts", OF_SGLANG)
 
 
 def _steps(result: str, contenders: dict[str, str]) -> str:
@@ -94,7 +105,7 @@ def _steps(result: str, contenders: dict[str, str]) -> str:
     for row in figures.result(result)["rows"]:
         name = f"{row['rows']} rows, {row['adapters']} adapter{'s' * (row['adapters'] > 1)}"
         if row.get("step") == "prefill":
-            name = f"a prefill of {row['prompt']:,} tokens"
+            name = f"prefill, {row['prompt']:,} tokens"
         cells.setdefault(name, {})[row["contender"]] = row
     rows = [
         [name, f"{found['off']['ms']:.2f}", *(f"{found[c]['ratio']:.2f}" for c in contenders)]
