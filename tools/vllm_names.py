@@ -42,7 +42,6 @@ NAMES = {
         *(f"FusedMoEWithLoRA.{name}" for name in ("moe_config", "fully_sharded", "tp_size")),
     ],
     "lora/layers/logits_processor.py": ["LogitsProcessorWithLoRA.sharded_to_full_mapping"],
-    "lora/layers/row_parallel_linear.py": ["RowParallelLinearWithShardedLoRA"],
     "lora/layers/vocab_parallel_embedding.py": ["VocabParallelEmbeddingWithLoRA.lora_a_stacked_2d"],
     "lora/lora_model.py": [
         "LoRAModel.__init__(lora_model_id, rank, loras)",
