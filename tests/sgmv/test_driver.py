@@ -84,7 +84,6 @@ def made(monkeypatch):
     def make(cuda, **changed):
         found = Driver(cuda.launch, cuda.parameter, cuda.text)
         monkeypatch.setattr(launching, "cuda_driver", lambda: found)
-        launching._widths.cache_clear()
         sizes = {"num_ctas": 1, "num_warps": 8, "shared": 2048, "launch_pdl": True}
         sizes |= {"global_scratch_size": 0, "profile_scratch_size": 0, **changed}
         compiled = SimpleNamespace(function=77, metadata=SimpleNamespace(**sizes))

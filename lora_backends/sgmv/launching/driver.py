@@ -141,7 +141,7 @@ def driver_kernel(
         return None
     # the parameters: the addresses, the numbers, and two addresses of scratch memory
     widths = [4 if -0x80000000 <= number <= 0x7FFFFFFF else 8 for number in numbers]
-    if _widths(compiled.function) != [8] * len(pointers) + widths + [8] * _SCRATCH:
+    if _widths(driver, compiled.function) != [8] * len(pointers) + widths + [8] * _SCRATCH:
         return None
     return DriverKernel(
         driver.launch,
@@ -156,11 +156,8 @@ def driver_kernel(
     )
 
 
-@lru_cache(maxsize=4096)
-def _widths(function: int) -> list[int]:
-    """Return the bytes of each parameter of a kernel; it is loaded as long as the process lives."""
-    driver = cuda_driver()
-    assert driver is not None  # `driver_kernel` has asked for it
+def _widths(driver: Driver, function: int) -> list[int]:
+    """Return the bytes of each parameter of a kernel."""
     widths: list[int] = []
     offset, width = c_size_t(), c_size_t()
     while not driver.parameter(function, len(widths), byref(offset), byref(width)):
