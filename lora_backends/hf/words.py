@@ -113,10 +113,14 @@ class Adapted(Protocol):
 
 
 class OneAdapter(ModelWords):
-    """A model whose rows all use one adapter (None: the base model), for code that names none.
+    """A model whose rows all use one adapter, for code that calls it without `adapters`.
 
     Made by `MultiLoRAModel.as_adapter`, e.g. for `transformers.pipeline(model=...)` and
     `Trainer(...).predict`.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter; None for the base model.
     """
 
     def __init__(self, model: Adapted, name: str | None) -> None:

@@ -81,9 +81,9 @@ class NumbaCPUBackend(LoRABackend):
     def warmup(self, dtypes: Iterable[torch.dtype] | None = None) -> None:
         """Compile, or load from the cache on disk, what layers of these dtypes run.
 
-        None stands for all dtypes but those of 8 bits, which may be named.
+        None stands for all dtypes but those of 8 bits, which may be named. Experts whose pairs
+        are summed (`reduce`) compile more at their first call.
         """
-        # experts whose pairs are summed (`reduce`) compile more at their first call
         launch.grouping_kernel()
         for dtype in self.dtypes if dtypes is None else dtypes:
             for flags in (SHRINK, GATHER, MULTIPLIED):

@@ -144,7 +144,11 @@ class Training:
                 adapter.flush()
 
     def unload(self, name: str) -> None:
-        """Free the slot of a trained adapter out of use; its parameters keep their values."""
+        """Free the slot of a trained adapter; its parameters keep their values, without effect.
+
+        Raises:
+            InvalidInputError: it is pinned, or in use. Nothing has changed.
+        """
         slots = self._wrapped.pool.slots
         with slots.lock:
             adapter = self.adapters[name]
