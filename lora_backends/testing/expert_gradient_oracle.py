@@ -165,7 +165,7 @@ class _Gradients:
         used = dfactor_most > 0
         dfactor = rounded(Expected(dfactor.value, bound * used), torch.float32, used)
         base = self.grad.detach().cpu().double()
-        found = {
+        expected = {
             "x": rounded(dx, inputs.x.dtype, touched),
             "topk_weights": _each(dfactor, lambda part: part.view(inputs.ids.shape)),
             "base_output": Expected(base, torch.zeros_like(base)),
@@ -177,8 +177,8 @@ class _Gradients:
                 da = _each(da, lambda part: part.sum(2, keepdim=True))
             db = self._folded(_each(db, lambda part: part[:, back]), weights.lora_b.shape[1] == 1)
             for name, stack in (("lora_a", da), ("lora_b", db)):
-                found[name] = rounded(stack, self.kind, stack.bound > 0)
-        return found
+                expected[name] = rounded(stack, self.kind, stack.bound > 0)
+        return expected
 
     def _folded(self, stack: Expected, shared: bool) -> Expected:
         """Return the gradient of a stack with an axis of experts, of which one may be shared."""

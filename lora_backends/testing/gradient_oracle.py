@@ -59,8 +59,8 @@ def expected_gradients(
     """
     total: dict[str, Expected] = {}
     for part in inputs.batch.per_adapter(inputs.batch.adapters_per_token):
-        found = _Part(BY_NAME[operation], inputs, part, grad, h, narrow).gradients()
-        for name, (gradient, dtype) in found.items():
+        expected_of = _Part(BY_NAME[operation], inputs, part, grad, h, narrow).gradients()
+        for name, (gradient, dtype) in expected_of.items():
             if name == "base_output" and name in total:
                 continue  # the gradient that one adapter passes on to the next: no term of a sum
             if name in total:
@@ -123,20 +123,20 @@ class _Part:
             return self._through_a(self._operand(Expected(value, torch.zeros_like(value))))
         result = self.grad.dtype
         scaled = self._scaled()
-        found = {"base_output": (scaled, result)}
+        expected_of = {"base_output": (scaled, result)}
         operand = scaled if result == self.kind else self._operand(scaled)
         dh = self._dh(operand)
-        found["lora_b"] = (self._db(operand), self.kind)
+        expected_of["lora_b"] = (self._db(operand), self.kind)
         if self.operation.input is Input.H:
             # the gradient of an argument, in its own dtype
-            found["h"] = (rounded(dh, self.h_dtype, dh.bound > 0), self.h_dtype)
+            expected_of["h"] = (rounded(dh, self.h_dtype, dh.bound > 0), self.h_dtype)
         else:
-            found |= self._through_a(self._operand(dh))
+            expected_of |= self._through_a(self._operand(dh))
         if self.weights.bias is not None:
-            found["bias"] = self._over_tokens(self._exact(), self.weights.bias.dtype)
+            expected_of["bias"] = self._over_tokens(self._exact(), self.weights.bias.dtype)
         if self.weights.output_scales is not None:
-            found["output_scales"] = self._over_tokens(self._unscaled(), torch.float32)
-        return found
+            expected_of["output_scales"] = self._over_tokens(self._unscaled(), torch.float32)
+        return expected_of
 
     def _operand(self, expected: Expected) -> Expected:
         return operand(expected, self.kind, self.narrow)
@@ -214,10 +214,10 @@ class _Part:
         for _, rows, *_ in self._own():
             summed[rows] = True
         dx = Expected(dx.value, (dx.bound + sum_bound(most, terms, self.sums)) * summed)
-        found = {"lora_a": (rounded(da, self.kind, da.bound > 0), self.kind)}
+        expected_of = {"lora_a": (rounded(da, self.kind, da.bound > 0), self.kind)}
         if self.operation.input is not Input.TOKEN_IDS:
-            found["x"] = (rounded(dx, self.x.dtype, summed), self.x.dtype)
-        return found
+            expected_of["x"] = (rounded(dx, self.x.dtype, summed), self.x.dtype)
+        return expected_of
 
     def _h(self) -> Expected:
         """Return h as the backward may have it: given, or shrunk again, narrow if declared."""

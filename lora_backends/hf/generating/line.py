@@ -42,11 +42,11 @@ class Line:
     def cancel(self, request_id: str) -> bool:
         """Cancel a request, whose thread gets an error; return False if it does not wait here."""
         with self._changed:
-            found = request_id in self._since
-            if found:
+            was_waiting = request_id in self._since
+            if was_waiting:
                 self._cancelled.add(request_id)
         self.move()
-        return found
+        return was_waiting
 
     def wait(
         self,

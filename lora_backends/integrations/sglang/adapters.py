@@ -135,12 +135,12 @@ def _modules_of(adapter: Any, number: int) -> set[str]:
     model = getattr(adapter, "base_model", None)
     if model is None:
         return set()
-    found = set()
+    names = set()
     for name, _ in model.named_modules():
         before, layer, inside = name.partition(f"layers.{number}.")
         if layer and not places.is_tower(before):
-            found.add(inside.rsplit(".", 1)[-1])
-    return found
+            names.add(inside.rsplit(".", 1)[-1])
+    return names
 
 
 def _incomplete(given: str) -> UnsupportedInputError:

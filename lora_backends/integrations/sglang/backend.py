@@ -404,10 +404,10 @@ class BackendForSGLang(BaseLoRABackend):  # type: ignore[misc]  # SGLang is not 
     ) -> LoRAWeights:
         """Return the weights with stacks a and b, made when their layer first runs."""
         key = 0 if a is None else a.data_ptr(), 0 if b is None else b.data_ptr()
-        found = self._weights.get(key)
-        if found is None:
-            found = self._weights[key] = self._new_layer(a, b, offsets)
-        return found
+        layer = self._weights.get(key)
+        if layer is None:
+            layer = self._weights[key] = self._new_layer(a, b, offsets)
+        return layer
 
     def _new_layer(
         self,

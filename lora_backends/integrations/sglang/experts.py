@@ -48,10 +48,10 @@ def lora_info(original: Callable[..., Any], module: Any) -> Any:
     backend = module.lora_backend
     if not isinstance(backend, BackendForSGLang):
         return original(module)
-    found = getattr(module, "lora_backends_experts", None)
-    if found is None or found.first.lora_b is not module.gate_up_lora_b_weights:
-        found = module.lora_backends_experts = _adopted(module, backend)
-    return found
+    adopted = getattr(module, "lora_backends_experts", None)
+    if adopted is None or adopted.first.lora_b is not module.gate_up_lora_b_weights:
+        adopted = module.lora_backends_experts = _adopted(module, backend)
+    return adopted
 
 
 def build_hooks(original: Callable[..., Any], hidden_states: Any, info: Any, topk_ids: Any) -> Any:
@@ -63,13 +63,13 @@ def build_hooks(original: Callable[..., Any], hidden_states: Any, info: Any, top
     plans = info.backend.tokens
     if info.backend.adds_nothing():
         return LoRAHooks()
-    found: list[Any] = []  # topk_ids and routing of the first product; the second reuses it
+    routed: list[Any] = []  # topk_ids and routing of the first product; the second reuses it
 
     def routing_of(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Any:
-        if not found or found[0] is not topk_ids:
+        if not routed or routed[0] is not topk_ids:
             routing = _routing(plans, info.first.num_experts, topk_ids, topk_weights)
-            found[:] = topk_ids, routing
-        return found[1]
+            routed[:] = topk_ids, routing
+        return routed[1]
 
     def after_gate_up(
         x: torch.Tensor, y: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor

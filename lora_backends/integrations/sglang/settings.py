@@ -70,19 +70,21 @@ def _settings(arguments: Any) -> list[tuple[str, bool]]:
         "enable_fused_moe_sum_all_reduce",  # sums the experts before the LoRA of down is added
         "enable_eplb",  # moves experts, but not their LoRA
     )
-    found = [(name, bool(value(name, False))) for name in switches]
-    found.append(("ep_num_redundant_experts above 0", (value("ep_num_redundant_experts") or 0) > 0))
+    switched = [(name, bool(value(name, False))) for name in switches]
+    switched.append(
+        ("ep_num_redundant_experts above 0", (value("ep_num_redundant_experts") or 0) > 0)
+    )
     placed = value("init_expert_location") or "trivial"
-    found.append((f"init_expert_location={placed}", placed != "trivial"))
+    switched.append((f"init_expert_location={placed}", placed != "trivial"))
     for name in ("attn_dp_size", "attn_cp_size", "pp_size"):
-        found.append((f"{name} above 1", (value(name, 1) or 1) > 1))
+        switched.append((f"{name} above 1", (value(name, 1) or 1) > 1))
     exchange = value("moe_a2a_backend") or "none"
-    found.append((f"moe_a2a_backend={exchange}", exchange != "none"))
+    switched.append((f"moe_a2a_backend={exchange}", exchange != "none"))
     runner = str(value("moe_runner_backend") or "auto")
-    found.append((f"moe_runner_backend={runner}", runner.startswith(("lora", "experimental"))))
+    switched.append((f"moe_runner_backend={runner}", runner.startswith(("lora", "experimental"))))
     experimental = os.environ.get("SGLANG_EXPERIMENTAL_LORA_OPTI", "").lower()
-    found.append(("SGLANG_EXPERIMENTAL_LORA_OPTI", experimental in ("1", "true", "yes", "y")))
-    return found
+    switched.append(("SGLANG_EXPERIMENTAL_LORA_OPTI", experimental in ("1", "true", "yes", "y")))
+    return switched
 
 
 def setting(arguments: Any, name: str, default: Any = None) -> Any:

@@ -115,12 +115,12 @@ def add(
     rows = blend.grid_rows(capturing, tokens) or EMPTY_ROW
     if not rows:
         return
-    found = kernels_of(weights, stacks, blend, tokens, x.dtype, options)
-    shape = (found.split_k, blend.entries * weights.num_slices, tokens, weights.max_rank)
+    kernels = kernels_of(weights, stacks, blend, tokens, x.dtype, options)
+    shape = (kernels.split_k, blend.entries * weights.num_slices, tokens, weights.max_rank)
     h = torch.empty(shape, dtype=torch.float32, device=x.device)
     *tables, factors = blend.tables
     tensors, _, numbers = shrink_arguments(x, stacks, tuple(tables), h)
-    found.shrink.launch(rows, Arguments(tensors, (), (*numbers, rows)))
+    kernels.shrink.launch(rows, Arguments(tensors, (), (*numbers, rows)))
     b, b_scales, bias = stacks.b, stacks.b_scales, stacks.bias
     # also passed for tensors that the layer lacks, which the kernel does not read
     stored = b.base if stacks.is_plain else stored_bytes(b.base)
@@ -145,7 +145,7 @@ def add(
         *((0, 0) if b_scales is None else b_scales.stride()[:2]),
         rows,
     )
-    found.expand.launch(rows, Arguments(of_b, (), numbers_of_b))
+    kernels.expand.launch(rows, Arguments(of_b, (), numbers_of_b))
 
 
 def kernels_of(

@@ -85,11 +85,11 @@ class Blend:
         usual = max_runs(rows, self.num_slots, self.tile_tokens)
         return min(self.room, max(usual, self.num_tiles))
 
-    def fill(self, batch: LoRABatch, found: SortedTokens, tile_tokens: Any) -> None:
+    def fill(self, batch: LoRABatch, ordered: SortedTokens, tile_tokens: Any) -> None:
         """Cut a batch into tiles, and start the copy of the tables to the device."""
         may_cut = self.tile_tokens == 0 or (self.has_room and not self.is_captured)
         if may_cut:
-            cut = choose_cut(batch, found, tile_tokens)
+            cut = choose_cut(batch, ordered, tile_tokens)
             self.tile_tokens, self.entries, self.merged = cut
             self.room = room_of(self.capacity, self.adapters, self.entries, self.merged)
         pinned = not self.packed.is_cpu
@@ -97,13 +97,13 @@ class Blend:
             self.packed.numel(), dtype=torch.int32, device="cpu", pin_memory=pinned
         )
         array = staged.numpy()
-        keys = np.where(found.live, found.slots * self.adapters + found.repeats, -1)
+        keys = np.where(ordered.live, ordered.slots * self.adapters + ordered.repeats, -1)
         starts, of_tiles = cut_tiles(keys, self.tile_tokens, self.entries, self.merged)
         starts_at, tokens_at, slots_at, factors_at, _ = self._places()
-        count, active = len(of_tiles), len(found.tokens)
+        count, active = len(of_tiles), len(ordered.tokens)
         array[0] = count
         array[starts_at : starts_at + count + 1] = starts
-        array[tokens_at : tokens_at + active] = found.tokens
+        array[tokens_at : tokens_at + active] = ordered.tokens
         firsts = np.cumsum([0, *map(len, of_tiles)])
         tiles = np.arange(count).repeat(np.diff(firsts))
         entries = np.array([key for tile in of_tiles for key in tile], np.int64)
@@ -114,11 +114,11 @@ class Blend:
         factors = array[factors_at : factors_at + self.capacity * self.entries].view(np.float32)
         factors = factors.reshape(-1, self.entries)
         factors.fill(np.nan)
-        position, column = np.nonzero(found.live)
+        position, column = np.nonzero(ordered.live)
         tile = np.arange(count).repeat(np.diff(starts))[position]
         wide = self.num_slots * self.adapters  # above every key
         place = np.searchsorted(tiles * wide + entries, tile * wide + keys[position, column])
-        scales = 1.0 if found.scales is None else found.scales[position, column]
+        scales = 1.0 if ordered.scales is None else ordered.scales[position, column]
         factors[position, place - firsts[tile]] = scales
         self.num_tokens, self.num_tiles = batch.num_tokens, count
         if may_cut:
@@ -195,14 +195,14 @@ def room_of(capacity: int, adapters: int, entries: int, merged: bool) -> int:
     return max(1, 2 * -(-capacity // in_two))
 
 
-def choose_cut(batch: LoRABatch, found: SortedTokens, tile_tokens: Any) -> tuple[int, int, bool]:
+def choose_cut(batch: LoRABatch, ordered: SortedTokens, tile_tokens: Any) -> tuple[int, int, bool]:
     """Return the tokens and entries of a tile, and whether tiles take unlike tokens.
 
     `tile_tokens(tokens, sets of adapters)` returns the tokens of a tile of one set.
     """
-    tokens, least = len(found.tokens), power_of_two(batch.adapters_per_token)
-    sets = 1 + int((found.slots[1:] != found.slots[:-1]).any(1).sum())
-    used = len(np.unique(found.slots[found.live]))
+    tokens, least = len(ordered.tokens), power_of_two(batch.adapters_per_token)
+    sets = 1 + int((ordered.slots[1:] != ordered.slots[:-1]).any(1).sum())
+    used = len(np.unique(ordered.slots[ordered.live]))
     is_read_often = sets > 1 and sets * batch.adapters_per_token > READS * used
     # thresholds as measured on an H200: 8 adapters, of which a token has 2 or 4
     if tokens >= ALIKE * sets or not is_read_often:

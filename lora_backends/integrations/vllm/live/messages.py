@@ -136,10 +136,10 @@ def checked(answer: Any) -> dict[str, Any]:
     Raises:
         LoRABackendError: the answer's error, by its type.
     """
-    found = answer if isinstance(answer, dict) else {}
-    error = found.get("error")
+    fields = answer if isinstance(answer, dict) else {}
+    error = fields.get("error")
     if error is None and isinstance(answer, dict):
-        return found
+        return fields
     kind = getattr(errors, str((error or {}).get("type")), LoRABackendError)
     raise kind((error or {}).get("message", f"vLLM has answered {shown(answer)}"))
 

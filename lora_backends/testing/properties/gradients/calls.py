@@ -56,9 +56,9 @@ def gradients_asked_for_alone_are_the_same(backend: LoRABackend, case: LoRACase)
     every = call.gradients(backend, plan, partial(upstream, case, inputs))
     for name in every:
         alone = Call.of(operation, case, inputs, only=name)
-        found = alone.gradients(backend, plan, partial(upstream, case, inputs))
+        actual = alone.gradients(backend, plan, partial(upstream, case, inputs))
         how = "where it is asked for alone"
-        assert_same_gradients(found, every, how, bitwise=False)
+        assert_same_gradients(actual, every, how, bitwise=False)
 
 
 @prop(
@@ -159,10 +159,10 @@ def tools_of_torch_change_no_gradient(backend: LoRABackend, case: LoRACase) -> N
         y = run_call()
         # a reentrant checkpoint takes no torch.autograd.grad
         torch.autograd.backward(y, upstream(case, inputs, y))
-        found = call.named(tuple(leaf.grad for leaf in call.leaves.values()))
+        actual = call.named(tuple(leaf.grad for leaf in call.leaves.values()))
         for leaf in call.leaves.values():
             leaf.grad = None
-        assert_same_gradients(found, plain, f"under {how}", bitwise=False)
+        assert_same_gradients(actual, plain, f"under {how}", bitwise=False)
     _check_autocast(backend, operation, case, inputs, plan, plain)
 
 
@@ -205,9 +205,9 @@ def _check_autocast(
     call = Call.of(operation, case, replace(inputs, x=inputs.x.float()))
     with torch.autocast(backend.device.type, torch.bfloat16):
         y = call.run(backend, plan)
-    found = call.gradients_of(y, upstream(case, inputs, y))
+    actual = call.gradients_of(y, upstream(case, inputs, y))
     wide = {**plain, "x": plain["x"].float()}
-    assert_same_gradients(found, wide, "under autocast", bitwise=False)
+    assert_same_gradients(actual, wide, "under autocast", bitwise=False)
 
 
 def _float64(backend: LoRABackend) -> str | None:

@@ -96,10 +96,10 @@ class Call:
         """Return the gradient of each leaf; check shapes and dtypes."""
         y = self.run(backend, routing)
         leaves = list(self.leaves.values())
-        found = dict(zip(self.leaves, torch.autograd.grad(y, leaves, grad), strict=True))
-        for name, gradient in found.items():
+        actual = dict(zip(self.leaves, torch.autograd.grad(y, leaves, grad), strict=True))
+        for name, gradient in actual.items():
             check_kind("run_experts", name, gradient, self.leaves[name])
-        return found
+        return actual
 
 
 def upstream(case: ExpertCase, inputs: ExpertInputs) -> torch.Tensor:
@@ -123,18 +123,18 @@ def upstream(case: ExpertCase, inputs: ExpertInputs) -> torch.Tensor:
 
 
 def check_against_oracle(
-    backend: LoRABackend, case: ExpertCase, call: Call, found: Gradients, grad: torch.Tensor
+    backend: LoRABackend, case: ExpertCase, call: Call, actual: Gradients, grad: torch.Tensor
 ) -> None:
     """Compare gradients with the oracle; `grad` is dL/dy."""
     wanted = expected_expert_gradients(call.inputs, grad, narrow=backend.narrow_intermediate)
-    assert_right(found, wanted, grad, case.is_integer)
+    assert_right(actual, wanted, grad, case.is_integer)
 
 
 def assert_right(
-    found: Gradients, wanted: Mapping[str, Expected], grad: torch.Tensor, exact: bool
+    actual: Gradients, wanted: Mapping[str, Expected], grad: torch.Tensor, exact: bool
 ) -> None:
     """Compare gradients by value or within the bound; that of base_output is dL/dy."""
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         if name != "base_output":
             assert_gradient("run_experts", name, gradient, wanted[name], exact)
         elif not same_bits(gradient, grad):
@@ -185,11 +185,11 @@ def expert_gradients_are_zero_where_nothing_is_read(backend: LoRABackend, case: 
     filler = (torch.inf, torch.nan)[case.seed % 2]
     for stack in (inputs.weights.lora_a, inputs.weights.lora_b):
         stack.nan_to_num_(nan=filler)
-    found = dict(Call.of(case, inputs).gradients(backend, upstream(case, inputs)))
-    found.pop("base_output", None)
+    actual = dict(Call.of(case, inputs).gradients(backend, upstream(case, inputs)))
+    actual.pop("base_output", None)
     ones = torch.ones(inputs.output_shape(), dtype=torch.float64, device="cpu")
     wanted = expected_expert_gradients(inputs, ones)
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         dead = wanted[name].bound == 0
         if bool(bits(gradient)[dead].any()):
             raise AssertionError(f"the gradient of {name} is not zero where nothing is read")
@@ -226,12 +226,12 @@ def expert_gradients_ignore_other_adapters(backend: LoRABackend, case: ExpertCas
         (spoiled, spoiled_grad, own),
         (tokens_of(spoiled, own), grad[own], list(range(len(own)))),
     ):
-        found = Call.of(case, part).gradients(backend, part_grad)
-        found = {name: _own(case, name, found[name], slot, kept) for name in found}
-        for name in found.keys() & {"lora_a", "lora_b"}:
-            if backend.batch_invariant and not same_bits(found[name], first[name][slot]):
+        actual = Call.of(case, part).gradients(backend, part_grad)
+        actual = {name: _own(case, name, actual[name], slot, kept) for name in actual}
+        for name in actual.keys() & {"lora_a", "lora_b"}:
+            if backend.batch_invariant and not same_bits(actual[name], first[name][slot]):
                 raise AssertionError(f"the gradient of {name} depends on other adapters")
-        assert_right(found, wanted, grad[own], exact=False)
+        assert_right(actual, wanted, grad[own], exact=False)
 
 
 def _own(
@@ -329,11 +329,11 @@ def a_refilled_routing_has_its_own_gradients(backend: LoRABackend, case: ExpertC
     call, grad = Call.of(turned, other), upstream(turned, other)
     backend.prepare_batch(other.batch, out=plan)
     routing_of(backend, call.inputs, plan, out=routing)
-    found = call.gradients(backend, grad, routing)
-    check_against_oracle(backend, turned, call, found, grad)
+    actual = call.gradients(backend, grad, routing)
+    check_against_oracle(backend, turned, call, actual, grad)
     twice = [call.run(backend, routing) for _ in range(2)]
     (both,) = torch.autograd.grad(twice, [call.leaves["topk_weights"]], [grad, grad])
-    if not torch.equal(both, 2 * found["topk_weights"]):
+    if not torch.equal(both, 2 * actual["topk_weights"]):
         raise AssertionError("the router's weights lack the gradient of one of two calls")
 
 
@@ -355,20 +355,20 @@ def expert_gradients_of_several_adapters_add_up(backend: LoRABackend, case: Expe
     )
     call, grad = Call.of(case, inputs), upstream(case, inputs)
     routing = routing_of(backend, call.inputs, backend.prepare_batch(both))
-    found = dict(call.gradients(backend, grad, routing))
+    actual = dict(call.gradients(backend, grad, routing))
     total: dict[str, Expected] = {}
     for part in both.per_adapter(2):
         alone = replace(call.inputs, batch=part)
         right = expected_expert_gradients(alone, grad, narrow=backend.narrow_intermediate)
         for name, gradient in right.items():
             total[name] = total[name] + gradient if name in total else gradient
-    found.pop("base_output", None)
+    actual.pop("base_output", None)
     for name, expected in total.items():
-        if name in found:
+        if name in actual:
             used = expected.bound > 0
-            more = oracles.rounding_bound(expected.value, expected.bound, found[name].dtype)
+            more = oracles.rounding_bound(expected.value, expected.bound, actual[name].dtype)
             total[name] = Expected(expected.value, expected.bound + more * used)
-    assert_right(found, total, grad, exact=False)
+    assert_right(actual, total, grad, exact=False)
 
 
 @gradient_prop(
@@ -391,7 +391,7 @@ def graph_replay_of_expert_gradients_equals_eager(backend: LoRABackend, case: Ex
     torch.cuda.synchronize(backend.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = call.gradients(backend, grad, routing_of(backend, inputs, plan, out=routing))
+        actual = call.gradients(backend, grad, routing_of(backend, inputs, plan, out=routing))
     for turn in range(3):
         seed = case.seed + 3 * turn
         another = replace(case, slots=case.slots[::-1], ids=case.ids[::-1], seed=seed)
@@ -404,4 +404,4 @@ def graph_replay_of_expert_gradients_equals_eager(backend: LoRABackend, case: Ex
             grad.copy_(upstream(another, turned.inputs))
         graph.replay()
         torch.cuda.synchronize(backend.device)
-        check_against_oracle(backend, case, turned, found, grad)
+        check_against_oracle(backend, case, turned, actual, grad)

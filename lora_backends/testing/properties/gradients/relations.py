@@ -67,8 +67,8 @@ def gradients_of_an_adapter_ignore_the_others(backend: LoRABackend, case: LoRACa
         ("where the others lie elsewhere", _scattered(own, others, case.seed)),
         ("where the others have left the batch", own),
     ):
-        _, found, _ = _of_adapter(backend, operation, case, spoiled, slot, rows)
-        for name, gradient in found.items():
+        _, actual, _ = _of_adapter(backend, operation, case, spoiled, slot, rows)
+        for name, gradient in actual.items():
             if not backend.batch_invariant:
                 assert_gradient(operation.name, name, gradient, wanted[name], exact=False)
             elif not same_bits(gradient, first[name]):
@@ -99,9 +99,9 @@ def _of_adapter(
     others = [at for at, token in enumerate(rows) if case.slots[token] != slot]
     if bool(inputs.x[[at != slot for at in case.slots]].isnan().all()):
         grad.movedim(axis, 0)[others] = torch.nan
-    found = call.gradients_of(y, grad)
+    actual = call.gradients_of(y, grad)
     own = [at for at in range(len(rows)) if at not in others]
-    return call, {name: _own(each, name, slot, own) for name, each in found.items()}, grad
+    return call, {name: _own(each, name, slot, own) for name, each in actual.items()}, grad
 
 
 def _own(value: Any, name: str, slot: int, rows: list[int]) -> Any:
@@ -149,8 +149,8 @@ def two_backward_runs_are_equal(backend: LoRABackend, case: LoRACase) -> None:
     operation = one_of(differentiated(inputs), case.seed)
     first = _gradients(backend, operation, case, inputs, plan)
     for again in (plan, backend.prepare_batch(inputs.batch)):
-        found = _gradients(backend, operation, case, case.build(backend.device), again)
-        assert_same_gradients(found, first, "from run to run", bitwise=True)
+        actual = _gradients(backend, operation, case, case.build(backend.device), again)
+        assert_same_gradients(actual, first, "from run to run", bitwise=True)
 
 
 def _gradients(

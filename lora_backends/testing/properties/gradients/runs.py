@@ -122,16 +122,16 @@ class Call:
 
     def named(self, gradients: tuple[torch.Tensor | None, ...]) -> Gradients:
         """Return gradients by name, and check their shapes and dtypes."""
-        found: dict[str, Any] = {}
+        actual: dict[str, Any] = {}
         for (name, leaf), gradient in zip(self.leaves.items(), gradients, strict=True):
             if gradient is None:
                 raise AssertionError(f"the gradient of {name} of {self.operation.name} is missing")
             check_kind(self.operation.name, name, gradient, leaf)
-            found.setdefault(name.partition("[")[0], []).append(gradient)
+            actual.setdefault(name.partition("[")[0], []).append(gradient)
         put = {"lora_a": torch.stack, "lora_b": torch.cat}
         return {
             name: parts[0] if len(parts) == 1 and name in self.leaves else put[name](parts, 1)
-            for name, parts in found.items()
+            for name, parts in actual.items()
         }
 
 
@@ -181,16 +181,16 @@ def check_gradients(
         grads.append(upstream(case, inputs, y))
         return grads[0]
 
-    found = call.gradients(backend, plan, make)
-    if found:
-        check_against_oracle(backend, case, call, found, grads[0])
+    actual = call.gradients(backend, plan, make)
+    if actual:
+        check_against_oracle(backend, case, call, actual, grads[0])
 
 
 def check_against_oracle(
     backend: LoRABackend,
     case: LoRACase,
     call: Call,
-    found: Gradients,
+    actual: Gradients,
     grad: torch.Tensor,
 ) -> None:
     """Compare gradients with the oracle; `grad` is the gradient of the result."""
@@ -198,7 +198,7 @@ def check_against_oracle(
         call.operation.name, call.inputs, grad, call.h, narrow=backend.narrow_intermediate
     )
     exact = case.is_integer and call.inputs.batch.adapters_per_token == 1
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         if name == "base_output":
             _check_base(call, gradient, grad, wanted[name], exact)
         else:

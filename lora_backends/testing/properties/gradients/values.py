@@ -97,12 +97,12 @@ def gradients_are_zero_where_nothing_is_read(backend: LoRABackend, case: LoRACas
         grad = upstream(case, inputs, y)
         # of dL/dh and of dL/dy, whose token axes differ
         grad[..., :: 1 + case.seed % 3, :].zero_()
-        found = call.gradients_of(y, grad)
-        for name, gradient in found.items():
+        actual = call.gradients_of(y, grad)
+        for name, gradient in actual.items():
             dead = _dead(inputs, name)
             if dead is not None:
                 _assert_zero_bits(operation.name, name, gradient[dead.to(gradient.device)])
-        check_against_oracle(backend, case, call, found, grad)
+        check_against_oracle(backend, case, call, actual, grad)
 
 
 def _dead(inputs: LoRAInputs, name: str) -> torch.Tensor | None:
@@ -161,15 +161,15 @@ def rows_after_the_batch_reach_no_gradient(backend: LoRABackend, case: LoRACase)
         axis = y.ndim - 2
         whole = upstream(case, inputs, y.narrow(axis, 0, tokens))
         grad = laid_out(roomy.longer(whole, axis), case.seed)
-        found = dict(call.gradients_of(y, grad))
-        for name in {"x", "h", "base_output"} & found.keys():
+        actual = dict(call.gradients_of(y, grad))
+        for name in {"x", "h", "base_output"} & actual.keys():
             token_axis = 1 if name == "h" else 0
-            gradient = found[name]
+            gradient = actual[name]
             rest = gradient.narrow(token_axis, tokens, more)
             if name == "base_output":
                 if not same_bits(rest, grad[tokens:]):
                     raise AssertionError(f"{operation.name} changed dL/dy of rows after the batch")
             else:
                 _assert_zero_bits(operation.name, name, rest)
-            found[name] = gradient.narrow(token_axis, 0, tokens)
-        check_against_oracle(backend, case, short, found, grad.narrow(axis, 0, tokens))
+            actual[name] = gradient.narrow(token_axis, 0, tokens)
+        check_against_oracle(backend, case, short, actual, grad.narrow(axis, 0, tokens))
