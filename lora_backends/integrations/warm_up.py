@@ -114,7 +114,7 @@ def _run(trials: Sequence[Trial], log: Any, captured: bool) -> None:
         for plans in groups:
             stack.enter_context(plans.kept())
         jobs = _prepared(groups, log, captured)
-        progress = _Progress(log, len(jobs), "calls")
+        progress = _CompilingLog(log, len(jobs), "calls")
         for job in jobs:
             announce(job.trial.plans, job.batch)
             job.trial.call(job.rows)
@@ -147,7 +147,7 @@ def _prepared(groups: dict[Plans, list[Trial]], log: Any, captured: bool) -> lis
         kinds, jobs = kinds + unlike, jobs + more
     assert recorded is not None
     log.info(said, len(kinds), recorded.missing, "kernels")
-    recorded.compile(_Progress(log, recorded.missing, "kernels").step)
+    recorded.compile(_CompilingLog(log, recorded.missing, "kernels").step)
     return jobs
 
 
@@ -233,7 +233,7 @@ def announce(plans: Plans, batch: Batch) -> None:
     plans.set_slots(turn[: batch.rows])
 
 
-class _Progress:
+class _CompilingLog:
     """Logs how much is done, from any thread."""
 
     def __init__(self, log: Any, count: int, unit: str) -> None:

@@ -33,7 +33,7 @@ from lora_backends.sgmv.experts.launch import add_experts
 from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
 from lora_backends.sgmv.experts.rules import PairShape
 from lora_backends.sgmv.launch import EMPTY_ROW
-from lora_backends.sgmv.launching.ahead import Recorded, recording
+from lora_backends.sgmv.launching.ahead import Noted, recording
 from lora_backends.sgmv.launching.call_cache import CachedLaunches, Launched
 from lora_backends.sgmv.launching.kernel import (
     INTERPRETED,
@@ -116,7 +116,7 @@ class SgmvBackend(LoRABackend):
         """Return the tokens and active slots that sizes are chosen for."""
         return launch.INVARIANT_BATCH if self.batch_invariant else (num_tokens, active_slots)
 
-    def recording(self, recorded: Recorded | None = None) -> AbstractContextManager[Recorded]:
+    def recording(self, recorded: Noted | None = None) -> AbstractContextManager[Noted]:
         """Note the kernels that this thread's calls need instead of launching them.
 
         Calls select kernels and arguments as always, so that nothing else has to know how. What

@@ -85,7 +85,7 @@ def log(monkeypatch, current):
     """Return the launches, in order."""
     launches = []
 
-    class Recorded(launching.SpecializedKernel):
+    class Noted(launching.SpecializedKernel):
         __slots__ = ()
 
         def __init__(self, kernel, *args, **kwargs):
@@ -95,7 +95,7 @@ def log(monkeypatch, current):
         for cache in CACHES:
             cache.cache_clear()
 
-    monkeypatch.setattr(launching, "SpecializedKernel", Recorded)
+    monkeypatch.setattr(launching, "SpecializedKernel", Noted)
     for module in (launching, call_cache):
         monkeypatch.setattr(module, "several_devices", lambda: False)
         monkeypatch.setattr(module, "stream_of", lambda: lambda device: current.stream)

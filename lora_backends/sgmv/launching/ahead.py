@@ -41,7 +41,7 @@ class _Shape:
         return self.address
 
 
-class Recorded:
+class Noted:
     """Kernels that launches have asked for, while nothing was launched."""
 
     def __init__(self) -> None:
@@ -99,12 +99,12 @@ class _Counting(ThreadPoolExecutor):
 
 
 @contextmanager
-def recording(recorded: Recorded | None = None) -> Iterator[Recorded]:
+def recording(recorded: Noted | None = None) -> Iterator[Noted]:
     """Note the kernels of this thread's launches instead of launching them.
 
     They are added to `recorded`, or to a new record.
     """
-    recorded = Recorded() if recorded is None else recorded
+    recorded = Noted() if recorded is None else recorded
     token = RECORD.set(recorded)
     try:
         yield recorded

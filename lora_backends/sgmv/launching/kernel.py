@@ -49,7 +49,7 @@ class Absent:
 ABSENT = Absent()
 
 RECORD: ContextVar[Any] = ContextVar("lora_backends_record", default=None)
-"""The `ahead.Recorded` that takes this thread's launches; None where they are made."""
+"""The `ahead.Noted` that takes this thread's launches; None where they are made."""
 
 
 class Arguments(NamedTuple):
