@@ -13,12 +13,13 @@ import select
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from measuring import Options, Row, median_ratio, middle_and_ends
+from measuring import Options, Result, Row, median_ratio, middle_and_ends
 
 CHECKED = 4  # tokens of each answer: a prefill's, and then decode steps'
 WARM = 12  # tokens before the timed ones, to leave prefills and the start out
@@ -120,6 +121,26 @@ def prompts_of(rows: int, length: int) -> list[list[int]]:
         [(7919 * (row + 1) + 104729 * i * (row + 3)) % 31000 for i in range(length)]
         for row in range(rows)
     ]
+
+
+def by_model(
+    arguments: Options,
+    result: Result,
+    measure: Callable[[Options, Result, Path, str, float], Iterator[Row]],
+) -> Iterator[Row]:
+    """Yield the rows of each of `arguments.models`, which share `arguments.seconds` evenly.
+
+    `measure` takes the options, the result, a folder for files, the model's name, and the
+    `time.monotonic()` after which it begins no round.
+    """
+    if any(adapters > arguments.adapters for _, adapters in arguments.cells):
+        raise SystemExit(f"a cell has more adapters than --adapters {arguments.adapters}")
+    start = time.monotonic()
+    for number, kind in enumerate(arguments.models, 1):
+        end = start + (arguments.seconds or float("inf")) * number / len(arguments.models)
+        with tempfile.TemporaryDirectory() as folder:
+            yield from measure(arguments, result, Path(folder), kind, end)
+    result["load"] = round(os.getloadavg()[0], 1)  # other processes share caches and memory
 
 
 def greet(processes: dict[str, Process], drop: Drop) -> dict[str, Any]:

@@ -9,8 +9,6 @@ timing, each engine's answers are compared with torch_ref's under each adapter.
 from __future__ import annotations
 
 import os
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from engine_processes import (
     WARM,
     EngineFailed,
     Process,
+    by_model,
     cell_of,
     checks_of,
     compare,
@@ -139,16 +138,8 @@ def measure(
 
 def measure_all(arguments: Options, result: Result) -> Iterator[Row]:
     """Yield a row per model, cell and engine."""
-    if any(adapters > arguments.adapters for _, adapters in arguments.cells):
-        raise SystemExit(f"a cell has more adapters than --adapters {arguments.adapters}")
     result["versions"] |= versions("sglang", "lora-backends")
-    start = time.monotonic()
-    for number, kind in enumerate(arguments.models, 1):
-        # each model has its share of the time
-        end = start + (arguments.seconds or float("inf")) * number / len(arguments.models)
-        with tempfile.TemporaryDirectory() as folder:
-            yield from measure(arguments, result, Path(folder), kind, end)
-    result["load"] = round(os.getloadavg()[0], 1)  # other processes share caches and memory
+    yield from by_model(arguments, result, measure)
 
 
 def summary(result: Result) -> dict[str, Any]:

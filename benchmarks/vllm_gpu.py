@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from engine_processes import (
     WARM,
     EngineFailed,
     Process,
+    by_model,
     cell_of,
     checks_of,
     compare,
@@ -148,29 +148,19 @@ def measure(
 
 def measure_all(arguments: Options, result: Result) -> Iterator[Row]:
     """Yield a row per model, cell and engine."""
-    if any(adapters > arguments.adapters for _, adapters in arguments.cells):
-        raise SystemExit(f"a cell has more adapters than --adapters {arguments.adapters}")
     import vllm
 
     result["versions"] |= {"vllm": vllm.__version__, **versions("lora-backends")}
-    start = time.monotonic()
-    for number, kind in enumerate(arguments.models, 1):
-        # each model has its share of the time
-        end = start + (arguments.seconds or float("inf")) * number / len(arguments.models)
-        with tempfile.TemporaryDirectory() as folder:
-            yield from measure(arguments, result, Path(folder), kind, end)
-    result["load"] = round(os.getloadavg()[0], 1)  # other processes share caches and memory
+    yield from by_model(arguments, result, measure)
 
 
 def summary(result: Result) -> dict[str, float]:
     """Return the ratio of each row, by its name."""
-    return {
-        f"{row['model']} {row['step']} {row['contender']} "
-        + (
-            f"{row['prompt']}" if row["step"] == "prefill" else f"{row['rows']}x{row['adapters']}"
-        ): (row["ratio"])
-        for row in result["rows"]
+    names = {
+        "prefill": "{model} prefill {contender} {prompt}",
+        "decode": "{model} decode {contender} {rows}x{adapters}",
     }
+    return {names[row["step"]].format(**row): row["ratio"] for row in result["rows"]}
 
 
 STEP = Measurement(

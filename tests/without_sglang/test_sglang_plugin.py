@@ -140,3 +140,23 @@ def test_the_benchmark_goes_on_without_an_engine_that_fails(monkeypatch):
     assert failed == ["late gone"]
     found = [(row["step"], row["contender"], row["rounds"], row["ratio"]) for row in rows]
     assert found == [(s, e, 2, 1.0) for s in ("decode", "prefill") for e in ("off", "auto")]
+
+
+def test_the_models_of_a_benchmark_share_its_time_and_its_engines_have_room(monkeypatch):
+    monkeypatch.setattr("os.environ", os.environ.copy())
+    import engine_processes
+
+    ends, result = [], {}
+
+    def measure(options, result, folder, kind, end):
+        assert folder.is_dir()
+        ends.append(end)
+        yield {"model": kind}
+
+    options = SimpleNamespace(cells=[(8, 2)], adapters=2, models=["dense", "experts"], seconds=60)
+    rows = list(engine_processes.by_model(options, result, measure))
+    assert [row["model"] for row in rows] == ["dense", "experts"] and "load" in result
+    assert ends[1] - ends[0] == pytest.approx(30)
+    options.adapters = 1
+    with pytest.raises(SystemExit, match="more adapters than --adapters 1"):
+        next(engine_processes.by_model(options, result, measure))
