@@ -14,7 +14,7 @@ VARIABLE = "LORA_BACKENDS_VLLM"
 
 
 class DrawnWeights:
-    """An extension of vLLM's workers: as vLLM makes dummy weights, all logits are equal."""
+    """An extension of vLLM's workers: vLLM's dummy weights make all logits equal."""
 
     def draw_weights(self) -> None:
         """Draw the weights that are not quantized anew, the same in every engine."""
@@ -65,7 +65,7 @@ class Contender:
         """Return by how many seconds a first batch of some sizes takes longer than a second.
 
         A size's prompts are prefills of so many tokens; its rows are decoded one step. Adapters are
-        loaded before.
+        loaded first.
         """
         for request in self._requests.values():
             self._engine.llm_engine.add_lora(request)

@@ -189,7 +189,7 @@ def _calls(trial: Trial) -> list[_Job]:
 
 
 def _unlike(plans: Plans, trials: Sequence[Trial]) -> list[Trial]:
-    """Return one of all trials that need the same kernels, as some batches show.
+    """Return one trial for each set of kernels, found by probing a few batches.
 
     Layers of one kind may differ in the distances of their tensors, on which kernels depend.
     """
@@ -208,7 +208,7 @@ def _unlike(plans: Plans, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _needs(plans: Plans, trials: Sequence[Trial], captured: bool) -> Iterator[tuple[Trial, Batch]]:
-    """Announce batch after batch; yield each with the layers that may need kernels for it."""
+    """Announce each batch, then yield every layer that can take it, with the batch."""
     most = max(trial.most_rows for trial in trials)
     for batch in every_batch(most, 1 if captured else plans.num_slots):
         if captured and not plans.captures(batch.rows):

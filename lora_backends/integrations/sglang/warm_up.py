@@ -40,7 +40,7 @@ def _trials(manager: Any, backend: BackendForSGLang) -> Iterator[Trial]:
 def _call(
     module: Any, backend: BackendForSGLang
 ) -> tuple[Callable[[int], None] | None, tuple[Any, ...]]:
-    """Return a function that runs a layer on memory of any values, and its kind; None: no LoRA."""
+    """Return a function that runs a layer on placeholder inputs, and its kind; None: no LoRA."""
     if hasattr(module, "gate_up_lora_a_weights"):
         return _call_experts(module, backend)
     name = next((name for name in STACKS if getattr(module, name, None) is not None), None)

@@ -118,7 +118,7 @@ def keep_whole(config: Any) -> None:
     longer than the part of the products that it saves.
 
     Args:
-        config: vLLM's LoRAConfig, before layers are made by it.
+        config: vLLM's LoRAConfig, before layers are built from it.
     """
     if getattr(config, "fully_sharded_loras", False):
         config.fully_sharded_loras = False

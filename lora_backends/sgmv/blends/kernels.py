@@ -253,7 +253,7 @@ def _add_together(
                 block = _load_b(entries, b, 0, c, ENTRIES, TOGETHER, S)
                 y = load_y(entries, entries.y, c, S)
         if MERGED:
-            # 0 times an infinite or NaN value of another token's adapter
+            # another token's infinite or NaN value times 0 is NaN: add one by one
             if tl.max(tl.max((delta != delta).to(tl.int32), 1), 0) > 0:
                 delta = _one_by_one(entries, b, c_now, S)
         _store(entries, c_now, y_now, delta, bias_ptr, bias_stride_l, S)
