@@ -36,7 +36,7 @@ def over_rows(engine: Engine, operation: str, run: Add) -> Add:
             run(as_rows(x), weights, plan, y.view(-1, y.shape[-1]))
             return y
         cache = plan.call_cache
-        cached = cache.find(stored, engine, x, weights, y, plan.num_tokens)
+        cached = cache.find(stored, engine, x, weights, y, plan)
         if cached is not None and cached.run(x, weights, plan, y):
             return y
         y = y.contiguous()
@@ -44,7 +44,7 @@ def over_rows(engine: Engine, operation: str, run: Add) -> Add:
         run(rows, weights, plan, flat)
         # the same bytes: the next call finds the entry without making views
         if x.ndim != 2 and x.is_contiguous():
-            cached = cache.find(stored, engine, rows, weights, flat, plan.num_tokens)
+            cached = cache.find(stored, engine, rows, weights, flat, plan)
             if cached is not None:
                 cache.store(stored, engine, x, weights, y, cached)
         return y

@@ -137,7 +137,10 @@ def _accepted_kind(operation: Operation, x: _Tensor, y: _Tensor | None, detail: 
 
 
 class CachedCall(Protocol):
-    """One call of an engine, ready to be repeated with other values of x and y."""
+    """One call of an engine, ready to be repeated with other values of x and y.
+
+    A call with ``any_rows = True`` also serves an x and y of other rows, of the same power of two.
+    """
 
     def run(self, x: _Tensor, weights: LoRAWeights, plan: Any, y: _Tensor) -> bool:
         """Add to y, or return False where nothing was written and the method has to run.
@@ -150,40 +153,65 @@ class CachedCall(Protocol):
 class _StoredCall:
     """One stored call, and the properties that another call must share with it."""
 
-    __slots__ = ("apart", "call", "footprint", "key", "kind", "rows", "x_extent", "y_extent")
+    __slots__ = ("any_rows", "apart", "call", "footprint", "key", "kind", "lengths", "rows")
 
     def __init__(
         self, key: Any, call: CachedCall, x: _Tensor, weights: LayerWeights, y: _Tensor
     ) -> None:
         self.call = call
         self.key, self.kind = key, shared(_kind_of(x, x.data_ptr(), y, y.data_ptr()))
+        self.lengths = x.shape[0], y.shape[0]
         self.rows = y.numel() // weights.out_features
-        self.x_extent, self.y_extent = extent_of(x), extent_of(y)
+        self.any_rows = getattr(call, "any_rows", False) and _has_rows(x) and _has_rows(y)
         self.footprint = weights.footprint  # to notice that a tensor of the layer has moved
-        # addresses of x and y that were last found apart
-        self.apart: tuple[int, int] | None = None
+        # addresses and lengths of x and y that were last found apart
+        self.apart: Any = None
 
-    def is_apart(self, x_first: int, y_first: int) -> bool:
-        """Return whether y overlaps neither x nor the layer; if so, remember the addresses."""
+    def takes(self, lengths: tuple[int, int], plan: LoRAPlan) -> bool:
+        """Return whether the first axes of x and y may have such lengths."""
+        if lengths == self.lengths:
+            return self.rows >= plan.num_tokens  # a refill may have brought more
+        rows = lengths[1]
+        same = self.any_rows and lengths[0] == rows
+        return same and plan.num_tokens <= rows <= plan.capacity
+
+    def replaces(self, other: _StoredCall) -> bool:
+        """Return whether this call serves whatever another one does."""
+        same = self.key == other.key and self.kind == other.kind
+        return same and (self.any_rows or self.lengths == other.lengths)
+
+    def is_apart(self, x: _Tensor, x_first: int, y: _Tensor, y_first: int, found: Any) -> bool:
+        """Return whether y overlaps neither x nor the layer; if so, remember it as `found`."""
         if not (x_first and y_first):
             return False  # no memory, or no rows
-        y_end = y_first + self.y_extent
-        if x_first < y_end and y_first < x_first + self.x_extent:
+        y_end = y_first + extent_of(y)
+        if x_first < y_end and y_first < x_first + extent_of(x):
             return False
         if self.footprint.meets(y_first, y_end):
             return False
-        self.apart = (x_first, y_first)
+        self.apart = found
         return True
 
 
+def _has_rows(tensor: _Tensor) -> bool:
+    """Return whether a tensor of more rows, of the same kind, would have the same strides."""
+    if tensor.ndim == 1:
+        return tensor.is_contiguous()
+    # a contiguous tensor of one row may have any stride between rows
+    return tensor.ndim == 2 and (not tensor.is_contiguous() or tensor.stride(0) == tensor.shape[1])
+
+
 def _kind_of(x: _Tensor, x_first: int, y: _Tensor, y_first: int) -> tuple[Any, ...]:
-    """Return all that checks and compiled kernels depend on besides the layer."""
+    """Return all that checks and compiled kernels depend on besides the layer and the rows."""
+    x_length, *x_row = x.shape
+    y_length, *y_row = y.shape
     return (
-        x.shape,
+        tuple(x_row),
         x.is_contiguous() or x.stride(),
         x.dtype,
         x.device,
-        y.shape,
+        (y_length - 1).bit_length(),  # a plan's sizes follow from the power of two
+        tuple(y_row),
         y.is_contiguous() or y.stride(),
         y.dtype,
         y.device,
@@ -214,11 +242,11 @@ class CallCache:
         x: _Tensor,
         weights: LoRAWeights,
         y: _Tensor,
-        num_tokens: int,
+        plan: LoRAPlan,
     ) -> CachedCall | None:
         """Return the call that these arguments repeat, or None; they need not be checked.
 
-        Where one is found, every check would pass. `num_tokens` is the plan's.
+        Where one is found, every check would pass. The cache may be one of several plans.
         """
         if (
             type(x) is not _Tensor
@@ -233,20 +261,21 @@ class CallCache:
         try:
             x_first, y_first = x.data_ptr(), y.data_ptr()
             key, kind = self.key, _kind_of(x, x_first, y, y_first)
-        except RuntimeError:  # a sparse tensor has no strides
+            lengths = x.shape[0], y.shape[0]
+        except (RuntimeError, ValueError):  # a sparse tensor has no strides, a scalar no rows
             return None
         for entry in entries:
-            if entry.kind == kind and entry.key == key:
+            if entry.kind == kind and entry.key == key and entry.takes(lengths, plan):
                 break
         else:
             return None
+        found = x_first, y_first, lengths
         if (
             # checks of the layer and of the kind have passed before; these may differ from call to
             # call
-            entry.rows < num_tokens  # a refill may have brought more
-            or entry.footprint is not weights.footprint
+            entry.footprint is not weights.footprint
             # an allocator repeats addresses
-            or (entry.apart != (x_first, y_first) and not entry.is_apart(x_first, y_first))
+            or (entry.apart != found and not entry.is_apart(x, x_first, y, y_first, found))
             or x.is_neg()
             or y.is_neg()
             or (_is_grad_enabled() and weights.requires_gradient(x, y))
@@ -271,8 +300,7 @@ class CallCache:
         key = operation, backend.handle, weights.handle
         others = self._calls.get(key, ())
         if others:
-            new = stored.key, stored.kind
-            others = tuple([entry for entry in others if (entry.key, entry.kind) != new])
+            others = tuple([entry for entry in others if not stored.replaces(entry)])
         # the newest first: `find` takes less time where the next call is like this one
         self._calls[key] = (stored, *others[: MOST_KINDS - 1])
 

@@ -120,7 +120,7 @@ class Repeats(dict[Any, Repeat]):
             return
         if not (_is_aligned(x) and _is_aligned(y)):
             return
-        call = plan.call_cache.find(operation, engine, x, weights, y, plan.num_tokens)
+        call = plan.call_cache.find(operation, engine, x, weights, y, plan)
         if call is not None:
             self[key] = Repeat(call, x, weights, plan, y)
 

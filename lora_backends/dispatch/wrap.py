@@ -173,7 +173,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
         caches = isinstance(plan, CachingPlan) and (stores or name in self.storing)
         if not caches and isinstance(plan, ManyAdaptersPlan):
             if y is not None and slices in (None, getattr(weights, "num_slices", None)):
-                cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
+                cached = plan.call_cache.find(stored_name, self, x, weights, y, plan)
                 if cached is not None and cached.run(x, weights, plan.joint, y):
                     return y
             return _add_each(operation, call, self, x, weights, plan, y)
@@ -194,7 +194,7 @@ def _wrap_y(operation: Operation, method: Method, is_default: bool) -> Method:
                     return record(self, operation, x, weights, plan)
                 y = new_output(operation, x, weights, plan)
             # a stored call has passed all checks, so a hit needs none
-            cached = plan.call_cache.find(stored_name, self, x, weights, y, plan.num_tokens)
+            cached = plan.call_cache.find(stored_name, self, x, weights, y, plan)
             if cached is not None and (slices is None or slices == weights.num_slices):
                 if cached.run(x, weights, plan, y):
                     return y

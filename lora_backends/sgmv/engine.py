@@ -301,8 +301,8 @@ class SgmvBackend(LoRABackend):
         if not rows:
             return y, self._planes(weights, 1, plan.h_rows(tokens))
         # as dispatch does for a call that is not recorded
-        cached = plan.call_cache.find(called, self, x, weights, y, plan.num_tokens)
-        h = cached.run_with_h(x, y, rows) if isinstance(cached, CachedLaunches) else None
+        cached = plan.call_cache.find(called, self, x, weights, y, plan)
+        h = cached.run_with_h(x, y, plan, rows) if isinstance(cached, CachedLaunches) else None
         if h is None:
             run = self._shrink_and_expand if called == "run_linear" else self._gather_and_expand
             h = run(x, weights, plan, y, rows)

@@ -13,14 +13,14 @@ class ByAddress(TorchRefBackend):
     plain_torch = False
 
 
-def small_weights(dtype=torch.float32, bias=False, slices=(6, 3, 5), seed=0):
+def small_weights(dtype=torch.float32, bias=False, slices=(6, 3, 5), seed=0, max_rank=3):
     """Return a layer of 4 slots whose ranks differ and whose padding is NaN."""
     generator = torch.Generator().manual_seed(seed)
     num_slices, out_features = len(slices), sum(slices)
     ranks = torch.tensor([[3, 2, 0], [1, 1, 1], [0, 0, 0], [2, 3, 1]], dtype=torch.int32)
     ranks = ranks[:, :num_slices].contiguous()
-    lora_a = torch.randn(4, num_slices, 3, 10, generator=generator).to(dtype)
-    lora_b = torch.randn(4, out_features, 3, generator=generator).to(dtype)
+    lora_a = torch.randn(4, num_slices, max_rank, 10, generator=generator).to(dtype)
+    lora_b = torch.randn(4, out_features, max_rank, generator=generator).to(dtype)
     offsets = [sum(slices[:s]) for s in range(num_slices + 1)]
     for slot in range(4):
         for s in range(num_slices):

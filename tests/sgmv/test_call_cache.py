@@ -119,7 +119,7 @@ def first_argument(operation):
 
 
 def find(plan, operation, backend, x, weights, y):
-    return plan.call_cache.find(operation, backend, x, weights, y, plan.num_tokens)
+    return plan.call_cache.find(operation, backend, x, weights, y, plan)
 
 
 def repeat(backend, operation, x, weights, plan, y):
@@ -243,6 +243,55 @@ def test_a_repeated_call_with_other_values_launches_at_their_addresses(log, back
         for (_, _, given), (_, _, before), place in zip(again, first, (0, 2), strict=True):
             pairs = enumerate(zip(given, before, strict=True))
             assert [i for i, (now, then) in pairs if now != then] == [place]
+
+
+@pytest.mark.parametrize("first", [40, 64])
+def test_a_call_serves_other_rows_of_the_same_power_of_two(log, backend, operation, first):
+    weights, kept = small_weights(max_rank=16), []
+    plan = backend.prepare_batch(LoRABatch([3, 0] * 35, 4), capacity=70)
+    backend.prepare_batch(LoRABatch([3, 0] * 20, 4), out=plan)
+
+    def of_rows(count):
+        ids = torch.arange(count) % 10
+        kept.append(torch.randn(count, 10) if operation == "run_linear" else ids)
+        kept.append(torch.zeros(count, 14))
+        return kept[-2:]
+
+    x, y = of_rows(first)
+    made(log, backend, operation, x, weights, plan, y)
+    for count in (51, 64, 40):
+        x, y = of_rows(count)
+        again = repeated(log, backend, operation, x, weights, plan, y)
+        slow = copy.deepcopy(plan)  # has no cached calls
+        expected = made(log, backend, operation, x, weights, slow, y)
+        assert blind(again, plan, {}) == blind(expected, slow, {})
+    for count in (32, 39, 65, 71):  # another power of two, fewer than the plan's, beyond its room
+        x, y = of_rows(count)
+        assert not find(plan, operation, backend, x, weights, y)
+    x, y = of_rows(50)
+    assert not find(plan, operation, backend, x, weights, y[:49]), "rows that differ"
+    backend.prepare_batch(LoRABatch([3, 0] * 22, 4), out=plan)
+    assert not find(plan, operation, backend, x[:41], weights, y[:41]), "fewer than a refill's"
+
+
+def test_a_stride_that_triton_compiles_in_is_that_of_one_number_of_rows(log, backend, operation):
+    weights = small_weights(max_rank=3)
+    plan = backend.prepare_batch(LoRABatch([3, 0] * 20, 4), capacity=70)
+    x = torch.randn(64, 10) if operation == "run_linear" else torch.arange(64) % 10
+    y = torch.zeros(64, 14)
+    made(log, backend, operation, x, weights, plan, y)
+    assert find(plan, operation, backend, x, weights, y)
+    assert not find(plan, operation, backend, x[:60], weights, y[:60])
+
+
+def test_one_row_of_any_stride_serves_no_other_rows(log, backend):
+    weights, plan = small_weights(max_rank=16), backend.prepare_batch(LoRABatch([3], 4), capacity=2)
+    x, y = torch.randn(1, 10), torch.zeros(2, 14)
+    strange = torch.zeros(40).as_strided((1, 14), (16, 1))
+    assert strange.is_contiguous()
+    made(log, backend, "run_linear", x, weights, plan, strange)
+    stored = find(plan, "run_linear", backend, x, weights, strange)
+    assert stored and find(plan, "run_linear", backend, x, weights, y[:1]) is stored
 
 
 def test_other_strides_dtypes_and_alignments_are_other_calls(log, backend):
@@ -520,7 +569,9 @@ def test_rows_beyond_a_grid_of_two_axes_take_one(log, backend, monkeypatch, over
 
 
 @pytest.mark.parametrize("planes", [1, 3])
-def test_h_has_memory_for_all_planes(log, backend, operation, planes):
+def test_h_has_memory_for_all_planes(log, backend, operation, planes, monkeypatch):
+    asked, take = [], call_cache.Scratch.take
+    monkeypatch.setattr(call_cache.Scratch, "take", lambda *a: asked.append(a[1]) or take(*a))
     tiles = TileConfig(ShrinkTiles(16, 16, planes), ExpandTiles(16, 16))
     backend = type(backend)("cpu", tiles=fixed_source(16, tiles))
     weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
@@ -528,8 +579,8 @@ def test_h_has_memory_for_all_planes(log, backend, operation, planes):
     made(log, backend, operation, x, weights, plan, y)
     values = weights.num_slices * plan.h_rows(plan.num_tokens) * weights.max_rank
     values *= planes if operation == "run_linear" else 1
-    assert find(plan, operation, backend, x, weights, y).h_values == values
     repeated(log, backend, operation, x, weights, plan, y)
+    assert asked == [values]
     h = call_cache.scratch_of(x.device).take(values)
     assert h.address == h.tensor.data_ptr() == log[1].arguments[0]
     assert h.tensor.dtype == torch.float32 and h.tensor.numel() >= values

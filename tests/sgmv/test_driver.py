@@ -2,17 +2,19 @@
 
 import ctypes
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.engines import ENGINES, device_or_skip, on
 from helpers.small_layers import small_batch, small_weights
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lora_backends.sgmv.kernels import entry
 from lora_backends.sgmv.launching import driver as launching
 from lora_backends.sgmv.launching.driver import Driver, DriverKernel, driver_kernel
-from lora_backends.sgmv.launching.kernel import _without_constants
+from lora_backends.sgmv.launching.kernel import Arguments, _taken
 
 
 class Attribute(ctypes.Structure):
@@ -55,12 +57,22 @@ class Cuda:
         text._obj.value = b"invalid argument"
         return 0
 
+    def encode(self, at, elements, rank, base, shape, strides, block, steps, *modes):
+        given = (elements, rank, base, *shape, *strides, *block, *steps, *modes)
+        ctypes.memmove(at, repr(given).encode().ljust(128), 128)
+        return int(base == 0)
+
     def launch(self, config_at, function, addresses_at, extra):
         config = Config.from_address(config_at)
         addresses = (ctypes.c_void_p * len(self.widths)).from_address(addresses_at)
         kinds = {4: ctypes.c_int32, 8: ctypes.c_int64}
         given = zip(self.widths, addresses, strict=True)
-        values = [kinds[width].from_address(at).value for width, at in given]
+        values = [
+            ctypes.string_at(at, 128) if width == 128 else kinds[width].from_address(at).value
+            for width, at in given
+        ]
+        given = zip(self.widths, addresses, strict=True)
+        assert not any(at % 64 for width, at in given if width == 128)
         grid = config.grid_x, config.grid_y, config.grid_z
         block = config.block_x, config.block_y, config.block_z
         attributes = [
@@ -81,13 +93,15 @@ WIDTHS = [8, 8, 8, 4, 4, 8, 4, 8, 8]
 def made(monkeypatch):
     """Return a function that makes a kernel whose launches a stand-in for the driver notes."""
 
-    def make(cuda, **changed):
-        found = Driver(cuda.launch, cuda.parameter, cuda.text)
+    def make(cuda, given=None, places=(0, 2), **changed):
+        found = Driver(cuda.launch, cuda.parameter, cuda.text, cuda.encode)
         monkeypatch.setattr(launching, "cuda_driver", lambda: found)
         sizes = {"num_ctas": 1, "num_warps": 8, "shared": 2048, "launch_pdl": True}
         sizes |= {"global_scratch_size": 0, "profile_scratch_size": 0, **changed}
         compiled = SimpleNamespace(function=77, metadata=SimpleNamespace(**sizes))
-        return driver_kernel(compiled, POINTERS, NUMBERS, 2, (6, 1, 1), 0)
+        given = dict(enumerate([*POINTERS, *NUMBERS])) if given is None else given
+        addresses = sum(width == 8 for width in cuda.widths[:3])
+        return driver_kernel(compiled, given, addresses, places, (6, 1, 1), 0)
 
     return make
 
@@ -97,7 +111,7 @@ def test_the_driver_reads_the_sizes_and_every_argument_of_a_launch(made, program
     kernel = made(cuda := Cuda(WIDTHS), launch_pdl=programmatic)
     attributes = [(6, 1)] * programmatic
     for rows, stream, first, second in ((3, 0, 64, 1 << 45), (2, 1 << 46, 16, 32)):
-        assert kernel.launch(rows, stream, first, second)
+        assert kernel.launch(rows, stream, (first, second))
         values = [first, 8192, second, 5, -3, 1 << 40, 2**31 - 1, 0, 0]
         found = ((6 * rows, 1, 1), (256, 1, 1), 2048, stream, attributes, values)
         assert cuda.launches.pop() == found
@@ -137,12 +151,61 @@ def test_kernels_take_a_1_that_triton_does_not_specialize():
     ):
         if not hasattr(kernel, "params"):
             pytest.skip("kernels are interpreted")
-        names = kernel.arg_names[kernel.arg_names.index(first) :]
-        numbers = tuple([1] * sum(name.islower() for name in names))
-        parameters = kernel.params[-len(names) :]
+        at = kernel.arg_names.index(first)
+        count = sum(name.islower() for name in kernel.arg_names[at:])
+        given = Arguments((), (None,) * at, (1,) * count)
+        values = [*given.descriptors, *given.numbers]
         # h_rows is 1 whenever one token is decoded
-        assert _without_constants(parameters, numbers) == [1]
-        assert _without_constants(parameters, (*numbers[:-1], 7)) == [1, 7]
+        rows = kernel.arg_names.index("h_rows")
+        assert _taken(kernel.params, given, values) == {rows: 1}
+        values[-1] = 7
+        assert _taken(kernel.params, given, values) == {rows: 1, len(values) - 1: 7}
+
+
+LAYOUT = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [128, 64]}
+LAYOUT |= {"fp4_padded": False}
+MATRIX = TensorDescriptor(torch.zeros(256, 64, dtype=torch.bfloat16), [256, 64], [64, 1], [128, 64])
+WITH_MAP = [8, 8, 128, 4, 4, 8, 8, 4, 8, 8]
+GIVEN = {0: 4096, 1: 8192, 2: MATRIX, 4: 5}  # the third argument is compiled in
+
+
+def test_a_descriptor_is_encoded_once_and_taken_by_value(made):
+    kernel = made(cuda := Cuda(WITH_MAP), GIVEN, (0, 4), tensordesc_meta=[LAYOUT])
+    at = MATRIX.base.data_ptr()
+    cuda.encode = None  # not at a launch
+    for first, number in ((16, 3), (32, 9)):
+        assert kernel.launch(2, 0, (first, number))
+        *_, values = cuda.launches.pop()
+        # bfloat16, two axes from the innermost, strides in bytes but for the innermost
+        expected = (9, 2, at, 64, 256, 128, 0, 64, 128, 1, 1, 0, 3, 2, 0)
+        assert values[:2] + values[3:] == [first, 8192, 256, 64, 64, 1, number, 0, 0]
+        assert values[2].decode().strip() == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [],
+        None,
+        [LAYOUT, LAYOUT],
+        [{**LAYOUT, "fp4_padded": True}],
+        [{**LAYOUT, "is_im2col": True}],
+    ],
+)
+def test_triton_launches_kernels_with_descriptors_of_other_kinds(made, layouts):
+    assert made(Cuda(WITH_MAP), GIVEN, tensordesc_meta=layouts) is None
+
+
+def test_triton_launches_kernels_whose_descriptor_cannot_be_encoded(made):
+    nan = replace(MATRIX, padding="nan")
+    assert made(Cuda(WITH_MAP), {**GIVEN, 2: nan}, tensordesc_meta=[LAYOUT]) is None
+    cuda = Cuda(WITH_MAP)
+    cuda.encode = lambda *given: 1  # CUDA_ERROR_INVALID_VALUE
+    assert made(cuda, GIVEN, (0, 4), tensordesc_meta=[LAYOUT]) is None
+
+
+def test_triton_launches_kernels_that_have_a_changing_argument_compiled_in(made):
+    assert made(Cuda(WITH_MAP), GIVEN, (0, 3), tensordesc_meta=[LAYOUT]) is None
 
 
 def test_there_is_no_cuda_driver_on_rocm(monkeypatch):
@@ -153,14 +216,14 @@ def test_there_is_no_cuda_driver_on_rocm(monkeypatch):
 def test_a_launch_that_the_driver_refuses_is_an_error(made):
     kernel = made(cuda := Cuda(WIDTHS, status=1))
     with pytest.raises(RuntimeError, match=r"not launched: invalid argument \(CUresult 1\)"):
-        kernel.launch(1, 0, 16, 32)
+        kernel.launch(1, 0, (16, 32))
     cuda.status = 999
     with pytest.raises(RuntimeError, match=r"not launched: unknown error \(CUresult 999\)"):
-        kernel.launch(1, 0, 16, 32)
+        kernel.launch(1, 0, (16, 32))
     cuda.status = 201  # CUDA_ERROR_INVALID_CONTEXT: a new thread
-    assert kernel.launch(1, 0, 16, 32) is False
+    assert kernel.launch(1, 0, (16, 32)) is False
     cuda.status = 0
-    assert kernel.launch(1, 0, 16, 32) is True
+    assert kernel.launch(1, 0, (16, 32)) is True
 
 
 def test_launches_at_the_same_time_have_memory_of_their_own(made):
@@ -168,11 +231,11 @@ def test_launches_at_the_same_time_have_memory_of_their_own(made):
         def launch(self, *given):
             if not self.launches:
                 self.launches.append("inner")
-                kernel.launch(9, 9, 9, 9)  # as another thread may, while the driver reads
+                kernel.launch(9, 9, (9, 9))  # as another thread may, while the driver reads
             return super().launch(*given)
 
     kernel = made(cuda := Reentered(WIDTHS))
-    kernel.launch(3, 5, 64, 128)
+    kernel.launch(3, 5, (64, 128))
     grid, _, _, stream, _, values = cuda.launches[-1]
     assert len(cuda.launches) == 3
     assert (grid, stream, values[0], values[2]) == ((18, 1, 1), 5, 64, 128)

@@ -130,7 +130,7 @@ def test_the_grid_has_two_axes_where_the_kernel_says_so(programs, grid):
     given = arguments()
     for _ in range(2):
         kernel.launch(3, given)
-    kernel.bind(given, 1).launch(3, 11, 16, 32, hooks=False)
+    kernel.bind(given, (0, 1)).launch(3, 11, (16, 32), hooks=False)
     ((compiled, first, _, _),) = jitted.compiled
     assert [first, *[noted[:3] for noted in compiled.noted]] == [grid] * 3
 
@@ -180,24 +180,24 @@ def test_a_launch_on_another_device_makes_it_the_current_one(monkeypatch):
     assert len(made_current) == 1 and len(jitted.compiled) == 2
 
 
-def test_a_bound_kernel_takes_two_addresses_and_keeps_the_rest():
+def test_a_bound_kernel_takes_what_changes_and_keeps_the_rest():
     jitted = Kernel()
     kernel = SpecializedKernel(jitted, CONSTANTS, 5)
     given = arguments()
     kernel.launch(3, given)
     ((compiled, *_),) = jitted.compiled
-    bound = kernel.bind(given, 1)
-    for stream, first, second in ((11, 64, 128), (12, 16, 32), (11, 64, 128)):
-        bound.launch(7, stream, first, second, hooks=False)
-        fixed = ("function", "metadata", None, None, None)
-        assert compiled.noted.pop() == (35, 1, 1, stream, *fixed, first, second, 32, 5, 16, True)
+    bound = kernel.bind(given, (0, 2))
+    for stream, first, width in ((11, 64, 48), (12, 16, 32), (11, 64, 48)):
+        bound.launch(7, stream, (first, width), hooks=False)
+        passed = ("function", "metadata", None, None, None, first, given.tensors[1].data_ptr())
+        assert compiled.noted.pop() == (35, 1, 1, stream, *passed, width, 5, 16, True)
 
 
 def test_a_kernel_that_was_not_launched_cannot_be_bound():
     kernel = SpecializedKernel(Kernel(), CONSTANTS, 5)
     kernel.launch(3, arguments(32))
     with pytest.raises(KeyError):
-        kernel.bind(arguments(33), 1)
+        kernel.bind(arguments(33), (0, 1))
 
 
 class OnGpu:
@@ -222,10 +222,10 @@ def test_a_tensor_that_a_kernel_does_not_take_is_compiled_as_none_and_no_driver_
     jitted.params = [SimpleNamespace(do_not_specialize=False)] * 7
     kernel, x, h = SpecializedKernel(jitted, CONSTANTS, 5), OnGpu(64), OnGpu(128)
     kernel.launch(3, Arguments((x, ABSENT, h), (), (32,)))
-    kernel.bind(Arguments((x, ABSENT, h), (), (32,)), 2)
+    kernel.bind(Arguments((x, ABSENT, h), (), (32,)), (0, 2))
     ((compiled, _, first, _),) = jitted.compiled
     assert first == (x, None, h, 32)
-    assert given == [(compiled, [64, 128], [32], 1, (5, 1, 1), 0)]
+    assert given == [(compiled, {0: 64, 2: 128, 3: 32}, 3, (0, 2), (5, 1, 1), 0)]
 
 
 def test_equal_constants_share_a_kernel_so_that_it_is_compiled_once():
@@ -259,7 +259,7 @@ def test_a_profiler_is_told_of_every_launch(monkeypatch, side, bound):
     ((compiled, *_),) = jitted.compiled
     pointers = [tensor.data_ptr() for tensor in given.tensors]
     if bound:
-        kernel.bind(given, 1).launch(3, 11, *pointers, launching.has_launch_hooks())
+        kernel.bind(given, (0, 1)).launch(3, 11, pointers, launching.has_launch_hooks())
     else:
         kernel.launch(3, given)
     ((*_, metadata, enter, leave, x, h, width, programs, size, wide),) = compiled.noted
@@ -304,9 +304,9 @@ def test_a_descriptor_without_its_tensor_is_launched_as_the_one_with_it(installe
     noted = []
     compiled = Compiled(installed(lambda *given: noted.append(given), signature))
     for given in (whole, without_tensor(whole)):
-        bound = BoundKernel(compiled, [1, 2, 3, given, 7], 2, (2, 1, 1), axis=1)
+        bound = BoundKernel(compiled, [1, 2, 3, given, 7], (0, 2), (2, 1, 1), axis=1)
         for _ in range(2):
-            bound.launch(9, 11, 64, 128, hooks=False)
+            bound.launch(9, 11, (64, 128), hooks=False)
     first, *others = (flattened(given) for given in noted)
     described = first.index("map of")
     assert first[described + 1] == lora_b.data_ptr()

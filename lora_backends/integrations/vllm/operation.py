@@ -233,14 +233,17 @@ def linear(
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stack: torch.Tensor
 ) -> torch.Tensor:
-    rows = x.flatten(0, -2)  # as Transformers' models pass them
+    # vLLM's classes of parameters only load weights: torch takes longer to call with them, and the
+    # backend takes plain tensors
+    plain, plain_bias = weight.data, None if bias is None else bias.data
+    rows = x if x.ndim == 2 else x.flatten(0, -2)  # as Transformers' models pass them
     layer = find(stack)
-    y = _run_with_base(layer, rows, weight, bias) if is_capturing(x.device) else None
+    y = _run_with_base(layer, rows, plain, plain_bias) if is_capturing(x.device) else None
     if y is None:
-        y = torch.nn.functional.linear(rows, weight, bias)
+        y = torch.nn.functional.linear(rows, plain, plain_bias)
         _run_layer(layer, y, rows, LINEAR)
-        _prepare(layer, rows, weight, bias)
-    return y.view(*x.shape[:-1], y.shape[-1])
+        _prepare(layer, rows, plain, plain_bias)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _run_with_base(
@@ -250,9 +253,7 @@ def _run_with_base(
     if plans.is_idle:
         return None
     plan = plans.of(x.shape[0])
-    # vLLM's classes of parameters only load weights; the backend takes plain tensors
-    plain = weight.data, None if bias is None else bias.data
-    y: torch.Tensor | None = plans.backend.run_with_base(x, *plain, layer.b, plan)
+    y: torch.Tensor | None = plans.backend.run_with_base(x, weight, bias, layer.b, plan)
     return y
 
 
@@ -261,7 +262,7 @@ def _prepare(
 ) -> None:
     """Compile the kernels for a graph of these rows; a later capture cannot compile."""
     plans, rows = layer.wrapper.tokens, x.shape[0]
-    if is_capturing(x.device) or plans.is_idle or not plans.may_be_captured(rows):
+    if not plans.may_be_captured(rows) or is_capturing(x.device) or plans.is_idle:
         return
     key = rows, getattr(plans.of(rows), "active_slots", 0)  # kernels depend on both
     if key not in layer.prepared:

@@ -1,13 +1,12 @@
 """Both launches of a call, kept with every argument that stays the same.
 
 In a model every layer meets the same plan at every step, so most calls have been made before. A
-repeated call finds its `CachedLaunches`, takes memory for h and passes three addresses to two
-compiled kernels.
+repeated call finds its `CachedLaunches`, takes memory for h and passes to two compiled kernels the
+addresses of x, h and y, and the rows of h.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,6 +29,12 @@ from lora_backends.weights import LoRAWeights
 
 MOST_KEPT_VALUES = 1 << 20
 """Float32 values of h, 4 MB, that are kept for the next call; more are allocated for each call."""
+
+MOST_ROWS = 1 << 15
+"""Rows of h up to which a call serves other numbers of rows."""
+
+_H_SIZES = "h_rows", "h_stride_s"
+"""Arguments that follow from the rows of h: their number, and the stride of its slices."""
 
 
 class Launched(NamedTuple):
@@ -100,27 +105,38 @@ class CachedLaunches:
     several: bool  # whether torch finds other devices, of which one may be current
     stream_of: Callable[[int], int]  # from a device's index to the address of its current stream
     scratch: Scratch  # for h
-    h_values: int  # of h, all planes
-    h_shape: tuple[int, ...]  # planes, slices, rows, ranks
-    tokens: int  # rows of x, which a model passes with more axes
-    shrink: BoundKernel  # x and h change from call to call
-    expand: BoundKernel  # h and y change from call to call
+    planes: int  # of h
+    slices: int
+    ranks: int
+    any_rows: bool  # whether another number of rows, of the same power of two, is the same call
+    shrink: BoundKernel  # x and h change from call to call, and the sizes of h
+    expand: BoundKernel  # h and y change from call to call, and the sizes of h
+    counts_rows: bool  # whether the shrink takes the rows of h; the gather of an embedding does not
 
     @classmethod
     def of(cls, shrink: Launched, expand: Launched) -> Self:
         """Return a call just made: `shrink` takes x first, h last; `expand` h first, y third."""
         descriptors = tuple(map(without_tensor, expand.arguments.descriptors))
         h = expand.arguments.tensors[0]
+        planes, slices, rows, ranks = h.shape
+        # Triton compiles other code for a stride of h's slices that is no multiple of 16 or takes
+        # 64 bits; and a grid of two axes has fewer rows than more tokens may need
+        any_rows = ranks % 16 == 0 and rows <= MOST_ROWS
+        names, last = shrink.kernel.kernel.arg_names, len(shrink.arguments.tensors) - 1
+        sizes = [names.index(name) for name in _H_SIZES if name in names]
+        changing = [0, 2, *map(expand.kernel.kernel.arg_names.index, _H_SIZES)]
         return cls(
             h.device,
             several_devices(),
             stream_of(),
             scratch_of(h.device),
-            math.prod(h.shape),
-            tuple(h.shape),
-            shrink.arguments.tensors[0].shape[0],
-            shrink.kernel.bind(shrink.arguments, len(shrink.arguments.tensors) - 1),
-            expand.kernel.bind(expand.arguments._replace(descriptors=descriptors), 2),
+            planes,
+            slices,
+            ranks,
+            any_rows,
+            shrink.kernel.bind(shrink.arguments, (0, last, *sizes)),
+            expand.kernel.bind(expand.arguments._replace(descriptors=descriptors), changing),
+            "h_rows" in names,
         )
 
     def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
@@ -132,24 +148,34 @@ class CachedLaunches:
         capturing = stream != 0 and is_capturing(device)  # no graph captures the default stream
         if capturing:
             plan.is_captured = True
-        rows = plan.grid_rows(capturing, self.tokens)
+        tokens = y.numel() // y.shape[-1]  # a model may pass x and y with more axes
+        rows = plan.grid_rows(capturing, tokens)
         if rows:
-            h = scratch.new(self.h_values) if stream else scratch.take(self.h_values)
-            at_h, hooks = h.address, has_launch_hooks()
-            self.shrink.launch(rows, stream, x.data_ptr(), at_h, hooks)
-            self.expand.launch(rows, stream, at_h, y.data_ptr(), hooks)
+            h_rows = plan.h_rows(tokens)
+            values = self.planes * self.slices * h_rows * self.ranks
+            h = scratch.new(values) if stream else scratch.take(values)
+            self._launch(rows, stream, x, h.address, y, h_rows)
             if not stream:
                 scratch.give_back(h)
         return True
 
-    def run_with_h(self, x: torch.Tensor, y: torch.Tensor, rows: int) -> torch.Tensor | None:
+    def run_with_h(
+        self, x: torch.Tensor, y: torch.Tensor, plan: Any, rows: int
+    ) -> torch.Tensor | None:
         """Launch both kernels on `rows` rows of the grid; return h, or None as `run` does False."""
         device = self.device
         if self.several and not is_current(device):
             return None
-        stream, hooks = self.stream_of(device.index), has_launch_hooks()
-        h = torch.empty(self.h_shape, dtype=torch.float32, device=device)
-        at_h = h.data_ptr()
-        self.shrink.launch(rows, stream, x.data_ptr(), at_h, hooks)
-        self.expand.launch(rows, stream, at_h, y.data_ptr(), hooks)
+        h_rows = plan.h_rows(y.numel() // y.shape[-1])
+        shape = self.planes, self.slices, h_rows, self.ranks
+        h = torch.empty(shape, dtype=torch.float32, device=device)
+        self._launch(rows, self.stream_of(device.index), x, h.data_ptr(), y, h_rows)
         return h
+
+    def _launch(
+        self, rows: int, stream: int, x: torch.Tensor, at_h: int, y: torch.Tensor, h_rows: int
+    ) -> None:
+        hooks, sizes = has_launch_hooks(), (h_rows, h_rows * self.ranks)
+        first = sizes if self.counts_rows else sizes[1:]
+        self.shrink.launch(rows, stream, (x.data_ptr(), at_h, *first), hooks)
+        self.expand.launch(rows, stream, (at_h, y.data_ptr(), *sizes), hooks)

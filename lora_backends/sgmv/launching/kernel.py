@@ -161,26 +161,23 @@ class SpecializedKernel:
                 **self.options,
             )
 
-    def bind(self, arguments: Arguments, second: int) -> BoundKernel:
+    def bind(self, arguments: Arguments, places: Sequence[int]) -> BoundKernel:
         """Return the compiled kernel of an earlier launch with its arguments filled in.
 
-        `second` is the position of the tensor whose address changes from call to call besides that
-        of the first tensor. Their dtypes and 16-byte alignment must not change.
+        `places` are the positions, among all tensors, descriptors and numbers, of those that change
+        from call to call. What Triton specialises on must not change: dtypes, the 16-byte alignment
+        of addresses, and of numbers whether they are 1, a multiple of 16, and of 32 bits.
         """
         tensors, descriptors, numbers = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]
         compiled = self._compiled[_kind(tensors, pointers, numbers)]
-        values = [*pointers, *descriptors, *numbers, *self._values]
+        values = [*pointers, *descriptors, *numbers]
         grid, axis = self._grid(1), self._axis
         driver = None
-        if tensors[0].is_cuda and all(each is None for each in descriptors):
-            taken = _without_constants(
-                self.kernel.params[len(tensors) + len(descriptors) :], numbers
-            )
-            given = [tensor.data_ptr() for tensor in tensors if tensor is not ABSENT]
-            place = second - sum(tensor is ABSENT for tensor in tensors[:second])
-            driver = driver_kernel(compiled, given, taken, place, grid, axis)
-        return BoundKernel(compiled, values, second, grid, axis, driver)
+        if tensors[0].is_cuda:
+            taken = _taken(self.kernel.params, arguments, values)
+            driver = driver_kernel(compiled, taken, len(tensors), places, grid, axis)
+        return BoundKernel(compiled, [*values, *self._values], places, grid, axis, driver)
 
     def _grid(self, rows: int) -> tuple[int, int, int]:
         """Return one axis in which the programs of a row follow each other, or two axes."""
@@ -238,15 +235,15 @@ def specialized(kernel: Any, programs: int, **given: Any) -> SpecializedKernel:
 
 
 class BoundKernel:
-    """A compiled kernel, launched before, with all of its arguments but two addresses."""
+    """A compiled kernel, launched before, with all of its arguments but those that change."""
 
-    __slots__ = ("_axis", "_compiled", "_driver", "_given", "_programs", "_run", "_second")
+    __slots__ = ("_axis", "_compiled", "_driver", "_given", "_places", "_programs", "_run")
 
     def __init__(
         self,
         compiled: Any,
         arguments: list[Any],
-        second: int,  # place of the address that changes besides the first
+        places: Sequence[int],  # of the arguments that change
         grid: tuple[int, int, int],  # of one row
         axis: int = 0,  # of the grid along which rows follow each other
         driver: DriverKernel | None = None,  # the same, launched in less time
@@ -256,19 +253,21 @@ class BoundKernel:
         self._compiled, self._run = compiled, compiled.run
         fixed = compiled.function, compiled.packed_metadata, None, None, None
         self._given = [*grid, 0, *fixed, *arguments]
-        self._axis, self._programs, self._second = axis, grid[axis], _FIRST + second
+        self._axis, self._programs = axis, grid[axis]
+        self._places = tuple([_FIRST + place for place in places])
 
-    def launch(self, rows: int, stream: int, first: int, second: int, hooks: bool) -> None:
-        """Launch on a stream of the current device, with the addresses that change.
+    def launch(self, rows: int, stream: int, values: Sequence[int], hooks: bool) -> None:
+        """Launch on a stream of the current device, with the arguments that change, in order.
 
         `hooks` is `has_launch_hooks`.
         """
         driver = None if hooks else self._driver
-        if driver is not None and driver.launch(rows, stream, first, second):
+        if driver is not None and driver.launch(rows, stream, values):
             return
         given = self._given.copy()  # threads share the kernel
-        given[self._axis] = self._programs * rows
-        given[3], given[_FIRST], given[self._second] = stream, first, second
+        given[self._axis], given[3] = self._programs * rows, stream
+        for place, value in zip(self._places, values, strict=True):
+            given[place] = value
         if hooks:
             _run(self._compiled, tuple(given[:3]), stream, given[_FIRST:], hooks)
         else:
@@ -321,11 +320,28 @@ def _kind(
     )
 
 
-def _without_constants(parameters: Sequence[Any], numbers: tuple[int, ...]) -> list[int]:
-    """Return the numbers that a compiled kernel takes, given its `triton.jit` parameters."""
-    pairs = zip(parameters, numbers, strict=False)  # the kernel's constants follow its numbers
-    # Triton compiles a 1 in as a constant, except for parameters named in `do_not_specialize`
-    return [number for parameter, number in pairs if number != 1 or parameter.do_not_specialize]
+def _taken(
+    parameters: Sequence[Any], arguments: Arguments, values: Sequence[Any]
+) -> dict[int, Any]:
+    """Return the arguments that a compiled kernel takes, by their places among `values`.
+
+    Args:
+        parameters: of the `triton.jit` function.
+        arguments: of the launch.
+        values: the same in one list, tensors by their addresses.
+    """
+    first_number = len(arguments.tensors) + len(arguments.descriptors)
+    taken = {}
+    for place, value in enumerate(values):
+        if place < len(arguments.tensors):
+            is_constant = arguments.tensors[place] is ABSENT
+        elif place < first_number:
+            is_constant = value is None
+        else:  # Triton compiles a 1 in, except for parameters named in `do_not_specialize`
+            is_constant = value == 1 and not parameters[place].do_not_specialize
+        if not is_constant:
+            taken[place] = value
+    return taken
 
 
 def is_current(device: torch.device) -> bool:
