@@ -22,13 +22,15 @@ from typing import Any
 from measuring import Options, Result, Row, median_ratio, middle_and_ends
 
 CHECKED = 4  # tokens of each answer: a prefill's, and then decode steps'
+PREFILLS = 6  # timed in a row; people's prompts differ in length
 WARM = 12  # tokens before the timed ones, to leave prefills and the start out
 METHOD = (
     "Engines in processes of their own on one device take turns. A decode step is the difference "
     "of two calls, of 12 tokens and of 12 and --steps, over --steps; a prefill is a call for one "
-    "token. Row i uses adapter i mod the number of adapters, random ones on all linear layers, or "
-    "on attention and experts. ms is the median over the rounds; ratio the median of each round's "
-    "ratio to the first engine, whose LoRA is off. Wall time; the first round warms up. "
+    "token: the median of six that follow each other, after one that is not counted, each 16 "
+    "tokens shorter than the one before. Row i uses adapter i mod the number of adapters, random "
+    "ones on all linear layers, or on attention and experts. ms is the median over the rounds; ratio "
+    "the median of each round's ratio to the first engine, whose LoRA is off. Wall time; the first round warms up. "
     "answers: before the timing, each engine with LoRA gives 4 greedy tokens per prompt. "
     "positions: tokens up to the first that differs from the reference's, which is included; "
     "steps: how many of them come from decode steps; nearest: how many have log-probabilities "
@@ -205,13 +207,22 @@ def timed(
             step, rows, adapters, prompt = cell
             work = {"rows": rows, "adapters": adapters, "prompt": prompt}
 
-            def seconds(tokens: int, name: str = name, work: dict[str, int] = work) -> float:
-                taken: float = processes[name].ask("seconds", **work, tokens=tokens)
+            def seconds(
+                tokens: int,
+                length: int = prompt,
+                name: str = name,
+                work: dict[str, int] = work,
+            ) -> float:
+                asked = work | {"prompt": length, "tokens": tokens}
+                taken: float = processes[name].ask("seconds", **asked)
                 return taken
 
             try:
                 if step == "prefill":
-                    found = seconds(1)
+                    # the first call after another engine's turn finds none of its data in caches
+                    lengths = [prompt, *[prompt - 16 * i for i in range(PREFILLS)]]
+                    _, *every = [seconds(1, length) for length in lengths]
+                    found = statistics.median(every)
                 else:
                     short = seconds(WARM)
                     found = (seconds(WARM + arguments.steps) - short) / arguments.steps
