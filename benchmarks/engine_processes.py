@@ -25,12 +25,13 @@ CHECKED = 4  # tokens of each answer: a prefill's, and then decode steps'
 PREFILLS = 6  # timed in a row; people's prompts differ in length
 WARM = 12  # tokens before the timed ones, to leave prefills and the start out
 METHOD = (
-    "Engines in processes of their own on one device take turns. A decode step is the difference "
-    "of two calls, of 12 tokens and of 12 and --steps, over --steps; a prefill is a call for one "
-    "token: the median of six that follow each other, after one that is not counted, each 16 "
-    "tokens shorter than the one before. Row i uses adapter i mod the number of adapters, random "
-    "ones on all linear layers, or on attention and experts. ms is the median over the rounds; ratio "
-    "the median of each round's ratio to the first engine, whose LoRA is off. Wall time; the first round warms up. "
+    "Engines in processes of their own on one device take turns, each of which begins with a call "
+    "that is not counted. A decode step is the difference of two calls, of 12 tokens and of 12 and "
+    "--steps, over --steps; a prefill is a call for one token: the median of six that follow each "
+    "other, each 16 tokens shorter than the one before. Row i uses adapter i mod the number of "
+    "adapters, random ones on all linear layers, or on attention and experts. ms is the median "
+    "over the rounds; ratio the median of each round's ratio to the first engine, whose LoRA is "
+    "off. Wall time; the first round warms up. "
     "answers: before the timing, each engine with LoRA gives 4 greedy tokens per prompt. "
     "positions: tokens up to the first that differs from the reference's, which is included; "
     "steps: how many of them come from decode steps; nearest: how many have log-probabilities "
@@ -218,11 +219,12 @@ def timed(
                 return taken
 
             try:
+                # after the turns of other engines the caches hold nothing of this one
+                seconds(1 if step == "prefill" else WARM)
                 if step == "prefill":
-                    # the first call after another engine's turn finds none of its data in caches
-                    lengths = [prompt, *[prompt - 16 * i for i in range(PREFILLS)]]
-                    _, *every = [seconds(1, length) for length in lengths]
-                    found = statistics.median(every)
+                    found = statistics.median(
+                        [seconds(1, prompt - 16 * i) for i in range(PREFILLS)]
+                    )
                 else:
                     short = seconds(WARM)
                     found = (seconds(WARM + arguments.steps) - short) / arguments.steps

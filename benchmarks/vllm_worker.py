@@ -11,13 +11,14 @@ from typing import Any
 from engine_processes import prompts_of, serve
 
 VARIABLE = "LORA_BACKENDS_VLLM"
+UNITS = 64.0  # standard deviation of 8-bit weights, whose largest value is 448
 
 
 class DrawnWeights:
     """An extension of vLLM's workers: vLLM's dummy weights make all logits equal."""
 
     def draw_weights(self) -> None:
-        """Draw the weights that are not quantized anew, the same in every engine."""
+        """Draw the weights anew, the same in every engine; vLLM's leave 8-bit ones as they lie."""
         import torch
 
         model: Any = self.model_runner.model  # type: ignore[attr-defined]
@@ -25,13 +26,14 @@ class DrawnWeights:
             model = model.runnable
         with torch.inference_mode():
             for name, weight in model.named_parameters():
-                if weight.dtype not in (torch.bfloat16, torch.float32):
-                    continue
                 seed = zlib.crc32(name.replace(".base_layer", "").encode())
                 generator = torch.Generator(device=weight.device).manual_seed(seed)
-                if "norm" in name:
-                    weight.data.fill_(1)
-                else:
+                if weight.dtype == torch.float8_e4m3fn:  # in units of its scale
+                    values = torch.empty(weight.shape, device=weight.device)
+                    weight.data.copy_(values.normal_(0, UNITS, generator=generator))
+                elif "norm" in name or "scale" in name:
+                    weight.data.fill_(1 if "norm" in name else 0.02 / UNITS)
+                elif weight.dtype in (torch.bfloat16, torch.float32):
                     weight.data.normal_(0, 0.02, generator=generator)
 
 
