@@ -11,9 +11,10 @@ from helpers.engines import ENGINES, device_or_skip, on
 from helpers.small_layers import small_batch, small_weights
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lora_backends import LoRABatch, LoRAWeights
 from lora_backends.sgmv.kernels import entry
 from lora_backends.sgmv.launching import driver as launching
-from lora_backends.sgmv.launching.driver import Driver, DriverKernel, driver_kernel
+from lora_backends.sgmv.launching.driver import Driver, DriverKernel, TensorMap, driver_kernel
 from lora_backends.sgmv.launching.kernel import Arguments, _taken
 
 
@@ -265,3 +266,42 @@ def test_repeated_calls_are_launched_by_the_driver_in_new_threads_too(monkeypatc
     thread.start()
     thread.join()
     assert len(done) == 6 and all(torch.equal(y, expected) for y in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("rank", [16, 64])
+def test_kernels_with_tma_are_launched_by_the_driver_for_any_rows(monkeypatch, engine, rank):
+    device = device_or_skip()
+    launch, given = DriverKernel.launch, []
+    monkeypatch.setattr(
+        DriverKernel, "launch", lambda *args: given.append(args[0]) or launch(*args)
+    )
+    backend = ENGINES[engine](device)
+    if launching.cuda_driver() is None or not backend._options.tma:
+        pytest.skip("no CUDA driver, or no TMA")
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+    weights = LoRAWeights(
+        drawn(4, 3, rank, 512),
+        drawn(4, 6144, rank),
+        torch.full((4, 3), rank, dtype=torch.int32, device=device),
+        torch.ones(4, 3, device=device),
+        (4096, 1024, 1024),
+    )
+    slots = [3] * 2500 + [0] * 1500 + [-1] * 20
+    plan = backend.prepare_batch(LoRABatch(slots, 4), capacity=4096)
+    fresh = ENGINES[engine](device)
+    for rows in (4096, 4020, 4077):
+        x, y = drawn(rows, 512), drawn(rows, 6144)
+        expected = y.clone()
+        backend.run_linear(x, weights, plan, y)
+        fresh.run_linear(
+            x, weights, fresh.prepare_batch(LoRABatch(slots, 4), capacity=4096), expected
+        )
+        assert torch.equal(y, expected)
+    kinds = [isinstance(a, TensorMap) for kernel in given for a in kernel._arguments]
+    assert len(given) == 4 and any(kinds), "the last two calls, and one of their kernels uses TMA"
