@@ -21,10 +21,8 @@ DATA_PARALLEL = SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=2))
 TOPK_IDS = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [0, 1], [1, 3], [2, 3]])
 
 
-def make_experts(wrapper, shared=False, **more):
+def make_module_of_experts(shared=False, slices=2, **more):
     """Return a mixture's module with random stacks, gate and up apart, as vLLM keeps them."""
-    from lora_backends.integrations.vllm import experts
-
     generator = torch.Generator().manual_seed(5)
 
     def stack(num_experts, *shape):
@@ -32,8 +30,8 @@ def make_experts(wrapper, shared=False, **more):
 
     one = 1 if shared else EXPERTS
     module = SimpleNamespace(
-        w13_lora_a_stacked=tuple(stack(one, RANK, HIDDEN) for _ in range(2)),
-        w13_lora_b_stacked=tuple(stack(EXPERTS, INNER, RANK) for _ in range(2)),
+        w13_lora_a_stacked=tuple(stack(one, RANK, HIDDEN) for _ in range(slices)),
+        w13_lora_b_stacked=tuple(stack(EXPERTS, INNER, RANK) for _ in range(slices)),
         w2_lora_a_stacked=(stack(EXPERTS, RANK, INNER),),
         w2_lora_b_stacked=(stack(one, HIDDEN, RANK),),
         local_num_experts=EXPERTS,
@@ -45,6 +43,18 @@ def make_experts(wrapper, shared=False, **more):
         reset_lora=lambda index: None,
     )
     vars(module).update(more)
+    for half in "ab":  # as `create_lora_weights` of vLLM makes them
+        stacks = [getattr(module, f"{site}_lora_{half}_stacked") for site in ("w13", "w2")]
+        views = [stack[slot][0] for slot in range(SLOTS) for pair in stacks for stack in pair]
+        setattr(module, f"lora_{half}_stacked", views)
+    return module
+
+
+def make_experts(wrapper, **more):
+    """Return such a module that the plug-in has adopted."""
+    from lora_backends.integrations.vllm import experts
+
+    module = make_module_of_experts(**more)
     assert experts.is_experts(module)
     experts.adopt(module, wrapper)
     return module
@@ -66,7 +76,7 @@ def expected_pairs(x, a, b, weights=None, ids=TOPK_IDS):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_experts_add_gate_and_up_and_the_weighted_second_product(wrapper, x, shared):
-    module = make_experts(wrapper, shared)
+    module = make_experts(wrapper, shared=shared)
     for slot in range(SLOTS):  # after set_lora, at full rank
         module.set_lora(slot, [torch.ones(1, RANK, 1), None, torch.ones(1, RANK, 1)], [])
     weights = torch.rand(len(IDS), TOP_K)
@@ -96,6 +106,73 @@ def test_experts_add_gate_and_up_and_the_weighted_second_product(wrapper, x, sha
         weights,
     )
     torch.testing.assert_close(y, 1 + wanted)
+
+
+def first_product(wrapper, x, stacks):
+    """Return what the first product adds to zeros, for stacks as vLLM passes them."""
+    columns = sum(b.shape[2] for b in stacks[1])
+    y, weights = torch.zeros(len(IDS), TOP_K, columns), torch.ones(len(IDS), TOP_K)
+    wrapper.add_lora_w13(y, x, *stacks, TOPK_IDS, weights)
+    return y
+
+
+def full_experts(wrapper, **more):
+    module = make_experts(wrapper, **more)
+    for slot in range(SLOTS):
+        module.set_lora(slot, [torch.ones(1, RANK, 1)], [])
+    return module
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gate_and_up_read_x_once(wrapper, x, monkeypatch, shared):
+    module, backend, calls = full_experts(wrapper, shared=shared), wrapper.tokens.backend, []
+    run = backend.run_experts
+    monkeypatch.setattr(
+        type(backend), "run_experts", lambda _, *args: calls.append(args[1]) or run(*args)
+    )
+    first_product(wrapper, x, (module.w13_lora_a_stacked, module.w13_lora_b_stacked))
+    assert [site.output_slices for site in calls] == [(INNER, INNER)]
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_columns_follow_the_order_of_the_stacks(wrapper, x, slices):
+    """FlashInfer wants up before gate; a layer without gate has a single slice."""
+    module = full_experts(wrapper, slices=slices)
+    pairs = x[:, None].expand(-1, TOP_K, -1)
+    for step in (1, -1):
+        stacks = module.w13_lora_a_stacked[::step], module.w13_lora_b_stacked[::step]
+        wanted = [expected_pairs(pairs, a, b) for a, b in zip(*stacks, strict=True)]
+        torch.testing.assert_close(first_product(wrapper, x, stacks), torch.cat(wanted, -1))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_every_holder_of_a_stack_sees_what_vllm_writes(wrapper, inference):
+    """Stacks keep their objects and values, and nothing keeps the memory that they had before."""
+    from lora_backends.integrations.vllm import experts
+
+    with torch.inference_mode(inference):
+        module = make_module_of_experts()
+    # as contexts of vLLM do
+    held = {half: getattr(module, f"w13_lora_{half}_stacked") for half in "ab"}
+    views = [*module.lora_a_stacked, *module.lora_b_stacked]
+    before = [each.clone() for each in (*held["a"], *held["b"], *views)]
+    experts.adopt(module, wrapper)
+    experts.adopt(module, wrapper)  # as vLLM may, with another wrapper
+    for now, then in zip((*held["a"], *held["b"], *views), before, strict=True):
+        assert torch.equal(now, then)
+    site = module.lora_backends_layers[0]
+    memory = {each.untyped_storage().data_ptr() for each in (site.lora_a, site.lora_b)}
+    second = {
+        each[0].untyped_storage().data_ptr()
+        for each in (module.w2_lora_a_stacked, module.w2_lora_b_stacked)
+    }
+    assert {v.untyped_storage().data_ptr() for v in views} == memory | second
+    for half, whole in (("a", site.lora_a), ("b", site.lora_b.unflatten(2, (2, INNER)))):
+        for s, stack in enumerate(held[half]):
+            with torch.inference_mode():
+                stack[1] = 0
+                stack[2, :, :2].copy_(torch.full_like(stack[2, :, :2], 7 + s))
+            assert whole[1, :, s].eq(0).all() and whole[2, :, s, :2].eq(7 + s).all()
 
 
 def test_experts_of_other_processes_are_left_out(wrapper, x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,8 +13,29 @@ from lora_backends.experts import ExpertWeights
 from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm.layers import as_stored, follow
 
-_SITES: WeakValueDictionary[int, ExpertWeights] = WeakValueDictionary()
-"""The weights of one slice of one product, by the address of its A."""
+_FIRST: WeakValueDictionary[int, FirstProduct] = WeakValueDictionary()
+"""The first product of a layer, by the address of the A of any of its slices."""
+
+_SECOND: WeakValueDictionary[int, ExpertWeights] = WeakValueDictionary()
+"""The second product of a layer, by the address of its A."""
+
+
+@dataclass(eq=False)
+class FirstProduct:
+    """Gate and up of a layer, or the only slice of a layer without gate."""
+
+    whole: ExpertWeights  # both slices in the order of y's columns, so that x is read once
+    slices: tuple[ExpertWeights, ...]  # one each, for a caller with another order of columns
+    order: tuple[int, ...]  # addresses of A, in the order of `whole`
+
+    def parts(self, stacks: Sequence[torch.Tensor]) -> Sequence[ExpertWeights]:
+        """Return weights that fill the columns of y in the order of the stacks of A."""
+        given = tuple([stack.data_ptr() for stack in stacks])
+        if given == self.order:
+            return (self.whole,)
+        places = dict(zip(self.order, self.slices, strict=True))
+        assert set(given) == set(self.order), "vLLM mixes the stacks of layers"
+        return [places[address] for address in given]
 
 
 def is_experts(module: Any) -> bool:
@@ -21,9 +43,10 @@ def is_experts(module: Any) -> bool:
     return getattr(module, "w13_lora_a_stacked", None) is not None
 
 
-def find(stack: torch.Tensor) -> ExpertWeights | None:
-    """Return the weights whose A a stack is; None if vLLM's own wrapper runs them."""
-    return _SITES.get(stack.data_ptr())
+def is_adopted(stack: torch.Tensor) -> bool:
+    """Return whether a stack is an A of a layer that `adopt` took; else vLLM's wrapper runs it."""
+    address = stack.data_ptr()
+    return address in _FIRST or address in _SECOND
 
 
 def adopt(module: Any, wrapper: Any) -> None:
@@ -32,14 +55,14 @@ def adopt(module: Any, wrapper: Any) -> None:
     if reason:
         wrapper.own(reason)
         return
-    pairs = [
-        *zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True),
-        *zip(module.w2_lora_a_stacked, module.w2_lora_b_stacked, strict=True),
-    ]
-    sites = [_weights(a, b, module.local_num_experts) for a, b in pairs]
+    first = _first_product(module)
+    (a,), (b,) = module.w2_lora_a_stacked, module.w2_lora_b_stacked
+    sites = [first.whole, _weights(a[:, :, None], b, (b.shape[2],), module.local_num_experts)]
     module.lora_backends_layers = sites
-    for (a, _), site in zip(pairs, sites, strict=True):
-        _SITES[a.data_ptr()] = site
+    module.lora_backends_first = first
+    for address in first.order:
+        _FIRST[address] = first
+    _SECOND[a.data_ptr()] = sites[1]
 
     def set_ranks(slot: int, lora_a: Any) -> None:
         # all sites and experts take the highest rank: right because vLLM pads with zeros
@@ -52,6 +75,62 @@ def adopt(module: Any, wrapper: Any) -> None:
     follow(module, set_ranks)
 
 
+def _first_product(module: Any) -> FirstProduct:
+    stacks_a, stacks_b = module.w13_lora_a_stacked, module.w13_lora_b_stacked
+    views_a, views_b = (getattr(module, f"lora_{x}_stacked", None) or () for x in "ab")
+    count, widths = module.local_num_experts, tuple([b.shape[2] for b in stacks_b])
+    a, b = _joined(stacks_a, views_a), _joined(stacks_b, views_b)
+    by_slice = a.view(*a.shape[:2], len(stacks_a), -1, a.shape[3])
+    whole = _weights(by_slice, b, widths, count)
+    slices = [
+        replace(
+            whole,
+            lora_a=stacks_a[s][:, :, None],
+            lora_b=stacks_b[s],
+            ranks=whole.ranks[..., s : s + 1],
+            scalings=whole.scalings[..., s : s + 1],
+            output_slices=(width,),
+        )
+        for s, width in enumerate(widths)
+    ]
+    return FirstProduct(whole, tuple(slices), tuple([a.data_ptr() for a in stacks_a]))
+
+
+def _joined(stacks: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the stacks of all slices as one, [slots, experts or 1, rows of all slices, columns].
+
+    The stacks and their views become views of it, the same objects as before: vLLM has handed them
+    to the contexts of its layers, and writes adapters into them. With the last of them the old
+    memory is freed, before vLLM makes the stacks of the next layer.
+
+    Args:
+        stacks: [slots, experts or 1, rows, columns] of each slice.
+        views: of single matrices of these or other stacks, which vLLM asks for their shapes.
+    """
+    if len(stacks) == 1:
+        return stacks[0]
+    # vLLM writes adapters in inference mode and outside of it; only plain tensors take both
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat(list(stacks), 2)
+    parts = torch.split(whole, [stack.shape[2] for stack in stacks], 2)
+    for stack, part in zip(stacks, parts, strict=True):
+        expert_stride = stack.stride(1)
+        for view in views:
+            distance = int(view.storage_offset() - stack.storage_offset())
+            same = view.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()
+            if same and distance % expert_stride == 0:
+                slot, expert = divmod(distance // expert_stride, stack.shape[1])
+                _move(view, part[slot, expert])
+        _move(stack, part)
+    return whole
+
+
+def _move(tensor: torch.Tensor, to: torch.Tensor) -> None:
+    """Make a tensor a view of the memory of another, which holds equal values."""
+    with torch.inference_mode():  # which may change tensors that were made in it or outside of it
+        tensor.set_(to.untyped_storage(), to.storage_offset(), to.shape, to.stride())
+
+
 def add_first(
     plans: Plans,
     y: torch.Tensor,
@@ -61,7 +140,7 @@ def add_first(
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
 ) -> Any:
-    """Add the first product of the experts, slice by slice, to y [tokens * k, columns].
+    """Add the first product of the experts to y [tokens * k, columns].
 
     `expert_map` [experts of all processes] has an expert's place here, or -1; it is None where
     every expert is here.
@@ -71,9 +150,11 @@ def add_first(
     """
     if plans.is_idle:
         return None
-    sites = [_site(stack) for stack in lora_a_stacked]
-    routing = _routing(plans, sites[0], topk_ids, topk_weights, expert_map)
-    _run_first(plans, sites, routing, y.view(*topk_ids.shape, y.shape[-1]), x)
+    first = _FIRST.get(lora_a_stacked[0].data_ptr())
+    assert first is not None, "vLLM mixes the stacks of layers"
+    routing = _routing(plans, first.whole, topk_ids, topk_weights, expert_map)
+    parts = first.parts(lora_a_stacked)
+    _run_first(plans, parts, routing, y.view(*topk_ids.shape, y.shape[-1]), x)
     return routing
 
 
@@ -90,15 +171,17 @@ def add_second(
     `add_first` has returned the routing for the layer.
     """
     if routing is not None:
+        site = _SECOND.get(lora_a_stacked[0].data_ptr())
+        assert site is not None, "vLLM mixes the stacks of layers"
         y = y.view(*topk_weights.shape, y.shape[-1])
-        _run_second(plans, _site(lora_a_stacked[0]), routing, y, x.view(-1, x.shape[-1]))
+        _run_second(plans, site, routing, y, x.view(-1, x.shape[-1]))
 
 
 def _run_first(
-    plans: Plans, sites: Sequence[ExpertWeights], routing: Any, y: torch.Tensor, x: torch.Tensor
+    plans: Plans, parts: Sequence[ExpertWeights], routing: Any, y: torch.Tensor, x: torch.Tensor
 ) -> None:
-    x, column = as_stored(x, sites[0]), 0
-    for site in sites:
+    x, column = as_stored(x, parts[0]), 0
+    for site in parts:
         part = y[..., column : column + site.out_features]
         plans.backend.run_experts(x, site, routing, part)
         column += site.out_features
@@ -122,7 +205,7 @@ def trial(
         top_k: experts of a token.
         dtype: of the model; None: that of the sites.
     """
-    *first, second = sites
+    first, second = sites
     device, given = second.lora_b.device, dtype or second.dtype
 
     def run_empty(tokens: int) -> None:
@@ -130,10 +213,9 @@ def trial(
         weights = torch.zeros(tokens, top_k, dtype=torch.float32, device=device)
         ids = (pairs % second.num_experts).to(torch.int32)
         routing = _routing(plans, second, ids, weights, None)
-        x = torch.empty(tokens, first[0].in_features, dtype=given, device=device)
-        wide = sum(site.out_features for site in first)
-        y = torch.empty(tokens, top_k, wide, dtype=given, device=device)
-        _run_first(plans, first, routing, y, x)
+        x = torch.empty(tokens, first.in_features, dtype=given, device=device)
+        y = torch.empty(tokens, top_k, first.out_features, dtype=given, device=device)
+        _run_first(plans, (first,), routing, y, x)
         x = torch.empty(tokens * top_k, second.in_features, dtype=given, device=device)
         y = torch.empty(tokens, top_k, second.out_features, dtype=given, device=device)
         _run_second(plans, second, routing, y, x)
@@ -149,26 +231,25 @@ def _not_taken_over(module: Any) -> str:
         )
     if module.fully_sharded and module.tp_size > 1:
         return "fully sharded experts (fully_sharded_loras)"
+    stacks = module.w13_lora_a_stacked
+    if len({(stack.shape, stack.dtype) for stack in stacks}) > 1:
+        return "experts whose A of gate and up differ in shape"
     return ""
 
 
-def _weights(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> ExpertWeights:
-    """Return views of one slice's stacks, [slots, experts or 1, ...], without adapters."""
-    shape = (a.shape[0], 1, 1)
+def _weights(
+    a: torch.Tensor, b: torch.Tensor, widths: tuple[int, ...], num_experts: int
+) -> ExpertWeights:
+    """Return stacks of A and B of all slices as weights of rank 0 in every slot."""
+    shape = (a.shape[0], 1, a.shape[2])
     return ExpertWeights(
-        lora_a=a[:, :, None],
+        lora_a=a,
         lora_b=b,
         ranks=torch.zeros(shape, dtype=torch.int32, device=a.device),
         scalings=torch.ones(shape, dtype=torch.float32, device=a.device),
-        output_slices=(b.shape[2],),
+        output_slices=widths,
         num_experts=num_experts,
     )
-
-
-def _site(stack: torch.Tensor) -> ExpertWeights:
-    site = find(stack)
-    assert site is not None, "vLLM mixes the stacks of layers"
-    return site
 
 
 def _routing(

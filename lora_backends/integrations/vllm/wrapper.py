@@ -287,8 +287,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         Raises:
             UnsupportedInputError: the tokens are not those of the batch.
         """
-        site = experts.find(lora_a_stacked[0])
-        if site is None:
+        if not experts.is_adopted(lora_a_stacked[0]):
             arguments = y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights
             handed_on: tuple[Any, ...]
             handed_on = self.own().add_lora_w13(*arguments, *args, **kwargs)
@@ -317,7 +316,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         **kwargs: Any,
     ) -> None:
         """Add the LoRA of the experts' second product, weighted by the router, to y."""
-        if experts.find(lora_a_stacked[0]) is None:
+        if not experts.is_adopted(lora_a_stacked[0]):
             arguments = y, x, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids_lora
             self.own().add_lora_w2(*arguments, *args, **kwargs)
         else:
