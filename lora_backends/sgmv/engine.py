@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -461,11 +460,6 @@ class SgmvBackend(LoRABackend):
         if routing.plan_refills != plan.refills:  # its tokens have other slots now
             choice = (routing.topk_ids, routing.topk_weights)
             sort_pairs(routing, plan, *choice, None, options.programmatic)
-        if plan.token_scales is not None:  # they multiply deltas as the router's weights do
-            scales = plan.token_scales[: routing.num_tokens, None].expand_as(routing.topk_weights)
-            factors = scales * routing.topk_weights if weighted else scales.contiguous()
-            routing, weighted = copy.copy(routing), True
-            routing.topk_weights = factors
         add_experts(y, x, weights, routing, options, rows=rows, weighted=weighted, reduce=reduce)
         return y
 

@@ -1,6 +1,8 @@
 """Pairs are sorted by slot and expert on the device, and cut into tiles of one of each."""
 
 import copy
+import dataclasses
+import itertools
 import pickle
 from functools import partial
 
@@ -247,3 +249,28 @@ def test_large_routings_are_sorted(make, device, shape):
     routing = backend.prepare_experts(backend.prepare_batch(batch), ids, weights, EXPERTS)
     found = {key: sorted(pairs) for key, pairs in tiles_of(routing).items()}
     assert found == pairs_of(batch, ids)
+
+
+def test_a_routing_is_made_in_one_piece_of_memory(make, device, way):
+    """And the tokens by slot are sorted only for an A that all experts share."""
+    backend = make()
+    batch, ids, weights = choice(20, 3, device)
+    routing = backend.prepare_experts(backend.prepare_batch(batch), ids, weights, EXPERTS)
+    tables = (routing.topk_ids, routing.topk_weights, routing.order, routing.tiles)
+    tables += (routing.singles, routing.count, *routing.scratch)
+    assert len({table.untyped_storage().data_ptr() for table in tables}) == 1
+    spans = sorted((table.data_ptr(), table.nbytes) for table in tables if table.numel())
+    assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(spans))
+    assert all((at - spans[0][0]) % 128 == 0 for at, _ in spans)
+    layer, x = experts_layer(device), torch.randn(20, 8, device=device)
+    backend.run_experts(x, layer, routing)
+    assert routing.tokens is None
+    shared = dataclasses.replace(layer, lora_a=layer.lora_a[:, :1])
+    for _ in range(2):
+        y = backend.run_experts(x, shared, routing)
+        tokens = routing.tokens
+        each = dataclasses.replace(
+            layer, lora_a=layer.lora_a[:, :1].expand(-1, EXPERTS, -1, -1, -1).contiguous()
+        )
+        torch.testing.assert_close(y, backend.run_experts(x, each, routing))
+    assert routing.tokens is tokens is not None and y.any()

@@ -300,7 +300,7 @@ def test_sizes_are_fixed_for_a_batch_invariant_engine(make):
         ids = torch.zeros(tokens, 3, dtype=torch.int64, device=backend.device)
         weights = torch.ones(tokens, 3, device=backend.device)
         made = backend.prepare_experts(plan, ids, weights, 9)
-        shapes |= {made.shape, made.tokens.shape}
+        shapes |= {made.shape, made.of_tokens}
     assert shapes == {PairShape(256, 64, 16)}
 
 

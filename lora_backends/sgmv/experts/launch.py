@@ -64,6 +64,7 @@ class SiteCall(NamedTuple):
     y: torch.Tensor  # [num_tokens, top_k, out_features], or [num_tokens, out_features] if summed
     ranks: torch.Tensor  # of the weights, contiguous
     scalings: torch.Tensor  # of the weights, contiguous
+    factors: torch.Tensor  # of every pair [num_tokens, top_k] float32; read where `weighted`
     a_scales: torch.Tensor  # of the weights, contiguous; A where it has none
     b_scales: torch.Tensor  # of the weights, contiguous; B where it has none
     shrunk: SgmvRouting  # whose tiles the shrink runs on: the routing, or its tokens by slot
@@ -81,6 +82,10 @@ def add_experts(
     reduce: bool,
 ) -> None:
     """Add the delta of every live pair to y, in place; arguments as in `run_experts`."""
+    factors, scales = routing.topk_weights, routing.plan.token_scales
+    if scales is not None:  # they multiply deltas as the router's weights do
+        scales = scales[: routing.num_tokens, None].expand_as(factors)
+        factors, weighted = scales * factors if weighted else scales.contiguous(), True
     site = site_of(weights, routing, x.dtype, options, by_pair=rows == "pairs", weighted=weighted)
     tma = options.tma and not reduce and weights.lora_b.element_size() == 2  # it does not widen
     tma = tma and allows_tma(_located(weights.lora_b), weights.max_rank, 0)
@@ -90,11 +95,11 @@ def add_experts(
     # that starts before the shrink has ended
     tables = weights.ranks.contiguous(), weights.scalings.contiguous()
     a, b = weights.lora_a, weights.lora_b
-    scales = (
+    of_stacks = (
         a if weights.a_scales is None else weights.a_scales.contiguous(),
         b if weights.b_scales is None else weights.b_scales.contiguous(),
     )
-    call = SiteCall(x, weights, routing, y, *tables, *scales, shrunk)
+    call = SiteCall(x, weights, routing, y, *tables, factors, *of_stacks, shrunk)
     if not reduce:
         launch_site(call, both, y)
         return
@@ -136,7 +141,7 @@ def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.
     strides = (*strides_of(b, 3), *strides_of(scales, 3), *to.stride()[:2])
     strides += (*strides_of(ranks, 2), *strides_of(scalings, 2))
     tiles, rows = _tiles_of(routing, both.expand)
-    tensors = (h, stored_bytes(b), scales, to, ranks, scalings, routing.topk_weights, *tiles)
+    tensors = (h, stored_bytes(b), scales, to, ranks, scalings, call.factors, *tiles)
     arguments = Arguments(tensors, (tma,), (h.shape[1], *strides))
     both.expand.launch(rows, arguments)
 
@@ -188,7 +193,7 @@ def site_of(
     weighted: bool,
 ) -> Site:
     """Return the site of a call: the constants of its kernels; `dtype` is that of x."""
-    shared = weights.lora_a.shape[1] == 1 and routing.tokens is not None and not by_pair
+    shared = weights.lora_a.shape[1] == 1 and routing.of_tokens is not None and not by_pair
     if weights.a_scales is not None:  # a row of h is shared only with its scale
         shared = shared and weights.a_scales.shape[1] == 1
     alone = weights.num_a == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,13 +17,14 @@ from lora_backends.sgmv.experts import routing_kernels
 from lora_backends.sgmv.experts.rules import PairShape, expected_keys, tile_pairs
 from lora_backends.sgmv.kernels.operands import RoutingSizes
 from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel, specialized
-from lora_backends.sgmv.layout import max_runs
+from lora_backends.sgmv.layout import aligned, max_runs
 from lora_backends.sgmv.tiles.sizes import power_of_two
 
 MOST_COMPARED = 512
 """Pairs up to which each pair is compared with all others; more are counted by key."""
 
 _OWN = 128  # pairs of a program that counts
+_RECORD = routing_kernels.RECORD.value  # int32 values of a tile
 _MOST_KEYS = 2**31 - 1
 _MOST_PAIRS = 2**31 - _OWN
 _MOST_SCANNED = 8192  # counts that a program sums at once
@@ -49,7 +52,9 @@ class SgmvRouting(ExpertRouting):
     singles: Tensor  # [num_tokens * top_k, 8] int32, or [0, 8]
     count: Tensor  # [2] int32, tiles in use, and live pairs where there are singles
     scratch: tuple[Tensor, ...]  # counters and keys that the sort keeps between launches
-    tokens: SgmvRouting | None  # the tokens sorted by slot, for an A that all experts share
+    of_tokens: PairShape | None  # of `tokens`; None where they are the pairs
+    tokens: SgmvRouting | None = field(default=None, init=False)
+    # the tokens sorted by slot, made when a layer first needs them: all its experts share an A
     plan_refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
 
     @property
@@ -77,15 +82,13 @@ def make_routing(
         by_slot = PairShape(tokens, plan.active_slots, tile_pairs(tokens, plan.active_slots))
     else:
         shape = by_slot = fixed
-    alone = None
-    if top_k > 1 and num_experts > 1:
-        alone = _new_routing(plan, topk_ids[:, :1], 1, by_slot, None)
-        alone.topk_ids.zero_()
-    return _new_routing(plan, topk_ids, num_experts, shape, alone)
+    return _new_routing(
+        plan, topk_ids, num_experts, shape, by_slot if top_k > 1 and num_experts > 1 else None
+    )
 
 
 def _new_routing(
-    plan: Any, topk_ids: Tensor, num_experts: int, shape: PairShape, by_slot: SgmvRouting | None
+    plan: Any, topk_ids: Tensor, num_experts: int, shape: PairShape, of_tokens: PairShape | None
 ) -> SgmvRouting:
     (tokens, top_k), device = topk_ids.shape, topk_ids.device
     pairs, num_keys = tokens * top_k, plan.num_slots * num_experts
@@ -94,28 +97,37 @@ def _new_routing(
             f"too many experts for one routing\n  given: {plan.num_slots} slots of {num_experts} "
             f"experts, {pairs} pairs\n  allowed: below 2**31 of slots times experts, and of pairs"
         )
-
-    def ints(*sizes: int) -> Tensor:
-        return torch.empty(sizes, dtype=torch.int32, device=device)
-
+    singles, tiles = pairs if shape.has_singles else 0, max_runs(pairs, num_keys, shape.tile)
+    # int32 values; the sort needs zeros in its counters, and `sort_tokens` in the experts
+    scratch = (2,) if pairs <= MOST_COMPARED else (pairs, pairs, 2 * num_keys, 2)
+    sizes = 2 * pairs, pairs, pairs, tiles * _RECORD, singles * _RECORD, 2, *scratch
+    ids, factors, order, of_tiles, of_singles, count, *scratches = _zeros(sizes, device)
     if pairs <= MOST_COMPARED:
-        scratch: tuple[Tensor, ...] = (torch.zeros(1, dtype=torch.int64, device=device),)
+        scratches = [scratches[0].view(torch.int64)]
     else:
-        scratch = (ints(pairs), ints(pairs), ints(2, num_keys).zero_(), ints(2).zero_())
+        scratches[2] = scratches[2].view(2, num_keys)
     return SgmvRouting(
         plan=plan,
         num_experts=num_experts,
-        topk_ids=torch.empty(tokens, top_k, dtype=torch.int64, device=device),
-        topk_weights=torch.empty(tokens, top_k, dtype=torch.float32, device=device),
+        topk_ids=ids.view(torch.int64).view(tokens, top_k),
+        topk_weights=factors.view(torch.float32).view(tokens, top_k),
         num_slots=plan.num_slots,
         shape=shape,
-        order=ints(pairs),
-        tiles=ints(max_runs(pairs, num_keys, shape.tile), 8),
-        singles=ints(pairs if shape.has_singles else 0, 8),
-        count=ints(2),
-        scratch=scratch,
-        tokens=by_slot,
+        order=order,
+        tiles=of_tiles.view(tiles, _RECORD),
+        singles=of_singles.view(singles, _RECORD),
+        count=count,
+        scratch=tuple(scratches),
+        of_tokens=of_tokens,
     )
+
+
+def _zeros(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return tables of so many int32 values, in one piece of memory: a model makes many."""
+    starts = list(accumulate(map(aligned, sizes), initial=0))
+    memory = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+    pairs = zip(sizes, starts, strict=False)
+    return [memory.as_strided((size,), (1,), start) for size, start in pairs]
 
 
 def sort_pairs(
@@ -161,8 +173,11 @@ def sort_pairs(
 
 def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
     """Sort the tokens of a routing by slot; return what they are sorted into."""
-    tokens = routing.tokens
-    assert tokens is not None
+    if routing.tokens is None:
+        assert routing.of_tokens is not None
+        column = routing.topk_ids[:, :1]
+        routing.tokens = _new_routing(routing.plan, column, 1, routing.of_tokens, None)
+    tokens = routing.tokens  # the expert of each is 0, as the memory was made
     choice = tokens.topk_ids, tokens.topk_weights
     # it depends on the plan alone, but is done for every call: a captured graph follows its refills
     sort_pairs(tokens, routing.plan, *choice, None, programmatic)
