@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from lora_backends.backend import LoRABackend
 from lora_backends.batch import NO_ADAPTER, LoRABatch
@@ -13,6 +16,22 @@ from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
 SMALLEST = 8
 """Rows that the smallest plan on a GPU has room for."""
+
+
+MOST_ROUTINGS = 8
+"""Routings that are kept, those used last."""
+
+
+class Routed(NamedTuple):
+    """A routing with the choice of one layer; the next layer's choice may take its place."""
+
+    routing: Any
+    refills: int  # of the routing, when it held the layer's choice
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the routing holds the layer's choice still."""
+        return bool(self.routing.refills == self.refills)
 
 
 class _Room:
@@ -57,6 +76,7 @@ class Plans:
         self.most_rows = capacity
         self._grows = grows
         self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
+        self._routings: OrderedDict[Any, Any] = OrderedDict()  # the last one was used last
         self.forget()
 
     def forget(self) -> None:
@@ -163,6 +183,41 @@ class Plans:
         if not room.is_current:
             self._refill(room)
         return room.plan
+
+    def route(
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None = None,
+    ) -> Routed:
+        """Return a routing with a layer's choice for the batch, which has memory of its own.
+
+        Layers whose choices have the same sizes share it, one after the other. In a CUDA graph each
+        layer has another: it lives as long as the graph.
+
+        Args:
+            topk_ids: [rows, k], of integers.
+            topk_weights: [rows, k], of floats.
+            num_experts: of this process.
+            expert_map: [experts of all processes], from an expert to its number here.
+        """
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            topk_ids = topk_ids.to(torch.int64)
+        if expert_map is not None and expert_map.dtype != torch.int32:
+            expert_map = expert_map.to(torch.int32)
+        plan, prepare = self.of(topk_ids.shape[0]), self.backend.prepare_experts
+        choice = (plan, topk_ids, topk_weights.to(torch.float32), num_experts, expert_map)
+        if is_capturing(self.backend.device):
+            routing = prepare(*choice)
+            return Routed(routing, routing.refills)
+        # tile sizes of a routing follow from all of these; rooms keep their plans
+        key = (id(plan), getattr(plan, "active_slots", 0), *topk_ids.shape, num_experts)
+        routing = prepare(*choice, out=self._routings.pop(key, None))
+        self._routings[key] = routing
+        if len(self._routings) > MOST_ROUTINGS:
+            self._routings.popitem(last=False)
+        return Routed(routing, routing.refills)
 
     def _capture(self, room: _Room) -> None:
         if not self.backend.cuda_graphs:

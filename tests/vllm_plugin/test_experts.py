@@ -207,7 +207,7 @@ def test_a_layer_of_experts_is_routed_once(wrapper, x, monkeypatch):
     monkeypatch.setattr(
         type(backend),
         "prepare_experts",
-        lambda _, *args: routings.append(prepare(*args)) or routings[-1],
+        lambda _, *args, **out: routings.append(prepare(*args, **out)) or routings[-1],
     )
     y, weights = torch.ones(len(IDS), TOP_K, 2 * INNER), torch.ones(len(IDS), TOP_K)
     stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
@@ -216,6 +216,23 @@ def test_a_layer_of_experts_is_routed_once(wrapper, x, monkeypatch):
     stacks = module.w2_lora_a_stacked, module.w2_lora_b_stacked
     wrapper.add_lora_w2(second, inner, *stacks, weights, *handed_on)
     assert len(routings) == 1
+
+
+def test_layers_whose_batches_overlap_are_refused(wrapper, x):
+    from lora_backends import UnsupportedInputError
+
+    modules = [full_experts(wrapper) for _ in range(2)]
+    weights, handed_on = torch.ones(len(IDS), TOP_K), []
+    for module in modules:
+        y = torch.ones(len(IDS), TOP_K, 2 * INNER)
+        stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
+        handed_on.append(wrapper.add_lora_w13(y, x, *stacks, TOPK_IDS, weights))
+    second, inner = torch.ones(len(IDS), TOP_K, HIDDEN), torch.ones(len(IDS) * TOP_K, INNER)
+    stacks = modules[0].w2_lora_a_stacked, modules[0].w2_lora_b_stacked
+    with pytest.raises(UnsupportedInputError, match="another layer"):
+        wrapper.add_lora_w2(second, inner, *stacks, weights, *handed_on[0])
+    assert second.eq(1).all()
+    wrapper.add_lora_w2(second, inner, *stacks, weights, *handed_on[1])
 
 
 class Operations(TorchDispatchMode):

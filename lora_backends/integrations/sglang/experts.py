@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from lora_backends.experts import ExpertWeights
-from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.sglang.backend import BackendForSGLang
 
 
@@ -63,13 +62,12 @@ def build_hooks(original: Callable[..., Any], hidden_states: Any, info: Any, top
     plans = info.backend.tokens
     if info.backend.adds_nothing():
         return LoRAHooks()
-    routed: list[Any] = []  # topk_ids and routing of the first product; the second reuses it
+    routed: list[Any] = []  # topk_ids and `Routed` of the first product; the second reuses it
 
     def routing_of(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Any:
-        if not routed or routed[0] is not topk_ids:
-            routing = _routing(plans, info.first.num_experts, topk_ids, topk_weights)
-            routed[:] = topk_ids, routing
-        return routed[1]
+        if not routed or routed[0] is not topk_ids or not routed[1].is_current:
+            routed[:] = topk_ids, plans.route(topk_ids, topk_weights, info.first.num_experts)
+        return routed[1].routing
 
     def after_gate_up(
         x: torch.Tensor, y: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
@@ -128,15 +126,4 @@ def _weights(
         output_slices=(b.shape[2] // num_slices,) * num_slices,
         num_experts=num_experts,
         interleaved=interleaved and num_slices > 1,
-    )
-
-
-def _routing(
-    plans: Plans, num_experts: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-) -> Any:
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        topk_ids = topk_ids.to(torch.int64)
-    plan = plans.of(topk_ids.shape[0])
-    return plans.backend.prepare_experts(
-        plan, topk_ids, topk_weights.to(torch.float32), num_experts
     )

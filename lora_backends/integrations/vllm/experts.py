@@ -9,8 +9,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from lora_backends.errors import UnsupportedInputError
 from lora_backends.experts import ExpertWeights
-from lora_backends.integrations.plans import Plans
+from lora_backends.integrations.plans import Plans, Routed
 from lora_backends.integrations.vllm.layers import as_stored, follow
 
 _FIRST: WeakValueDictionary[int, FirstProduct] = WeakValueDictionary()
@@ -139,7 +140,7 @@ def add_first(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
-) -> Any:
+) -> Routed | None:
     """Add the first product of the experts to y [tokens * k, columns].
 
     `expert_map` [experts of all processes] has an expert's place here, or -1; it is None where
@@ -152,10 +153,10 @@ def add_first(
         return None
     first = _FIRST.get(lora_a_stacked[0].data_ptr())
     assert first is not None, "vLLM mixes the stacks of layers"
-    routing = _routing(plans, first.whole, topk_ids, topk_weights, expert_map)
+    routed = plans.route(topk_ids, topk_weights, first.whole.num_experts, expert_map)
     parts = first.parts(lora_a_stacked)
-    _run_first(plans, parts, routing, y.view(*topk_ids.shape, y.shape[-1]), x)
-    return routing
+    _run_first(plans, parts, routed.routing, y.view(*topk_ids.shape, y.shape[-1]), x)
+    return routed
 
 
 def add_second(
@@ -164,17 +165,25 @@ def add_second(
     x: torch.Tensor,
     lora_a_stacked: tuple[torch.Tensor, ...],
     topk_weights: torch.Tensor,
-    routing: Any,
+    routed: Routed | None,
 ) -> None:
     """Add the second product, weighted, to y [tokens, k, columns]; x has a row per pair.
 
     `add_first` has returned the routing for the layer.
+
+    Raises:
+        UnsupportedInputError: another layer has been routed since.
     """
-    if routing is not None:
+    if routed is not None:
+        if not routed.is_current:
+            raise UnsupportedInputError(
+                "vLLM runs the second product of experts after the first one of another layer\n"
+                "  to do: let no two batches overlap (--enable-dbo)"
+            )
         site = _SECOND.get(lora_a_stacked[0].data_ptr())
         assert site is not None, "vLLM mixes the stacks of layers"
         y = y.view(*topk_weights.shape, y.shape[-1])
-        _run_second(plans, site, routing, y, x.view(-1, x.shape[-1]))
+        _run_second(plans, site, routed.routing, y, x.view(-1, x.shape[-1]))
 
 
 def _run_first(
@@ -212,7 +221,7 @@ def trial(
         pairs = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
         weights = torch.zeros(tokens, top_k, dtype=torch.float32, device=device)
         ids = (pairs % second.num_experts).to(torch.int32)
-        routing = _routing(plans, second, ids, weights, None)
+        routing = plans.route(ids, weights, second.num_experts).routing
         x = torch.empty(tokens, first.in_features, dtype=given, device=device)
         y = torch.empty(tokens, top_k, first.out_features, dtype=given, device=device)
         _run_first(plans, (first,), routing, y, x)
@@ -250,19 +259,3 @@ def _weights(
         output_slices=widths,
         num_experts=num_experts,
     )
-
-
-def _routing(
-    plans: Plans,
-    site: ExpertWeights,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    expert_map: torch.Tensor | None,
-) -> Any:
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        topk_ids = topk_ids.to(torch.int64)
-    if expert_map is not None and expert_map.dtype != torch.int32:
-        expert_map = expert_map.to(torch.int32)
-    plan = plans.of(topk_ids.shape[0])
-    weights = topk_weights.to(torch.float32)
-    return plans.backend.prepare_experts(plan, topk_ids, weights, site.num_experts, expert_map)

@@ -299,10 +299,10 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
                 "  allowed: the batch's own tokens"
             )
         expert_map = args[0] if args else kwargs.get("expert_map")
-        routing = experts.add_first(
+        routed = experts.add_first(
             self.tokens, y, x, lora_a_stacked, topk_ids, topk_weights, expert_map
         )
-        return routing, None, None, None
+        return routed, None, None, None
 
     def add_lora_w2(
         self,
@@ -320,8 +320,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             arguments = y, x, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids_lora
             self.own().add_lora_w2(*arguments, *args, **kwargs)
         else:
-            routing = sorted_token_ids_lora  # as `add_lora_w13` has returned it
-            experts.add_second(self.tokens, y, x, lora_a_stacked, topk_weights, routing)
+            routed = sorted_token_ids_lora  # as `add_lora_w13` has returned it
+            experts.add_second(self.tokens, y, x, lora_a_stacked, topk_weights, routed)
 
     def moe_lora_align_block_size(self, *args: Any, **kwargs: Any) -> Any:
         """Sort the pairs of token and expert, for vLLM's own kernels."""
