@@ -6,11 +6,12 @@ with the layer's footprint, and `is_accepted` compares it and looks at the rest.
 
 An engine also stores, on the plan, a `CachedCall` that holds the compiled kernels and their
 arguments, without the addresses of x and y. All plans of an engine may share a cache, if its calls
-hold nothing of a plan.
+hold nothing of a plan. Calls of experts lie in `RoutedCalls` of the engine.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,6 +22,7 @@ from torch.autograd import forward_ad
 
 from lora_backends.common.tensors import extent_of, of_left_inference_mode
 from lora_backends.dispatch.engine import Engine
+from lora_backends.experts import ExpertRouting
 from lora_backends.layer_weights import LayerWeights
 from lora_backends.operations import Input, Operation
 from lora_backends.plan import LoRAPlan
@@ -150,22 +152,42 @@ class CachedCall(Protocol):
         """
 
 
-class _StoredCall:
-    """One stored call, and the properties that another call must share with it."""
+class _Stored:
+    """One stored call, and the kind that another call must share with it."""
 
-    __slots__ = ("any_rows", "apart", "call", "footprint", "key", "kind", "lengths", "rows")
+    __slots__ = ("apart", "call", "footprint", "kind")
+
+    def __init__(self, kind: Any, call: CachedCall, weights: LayerWeights) -> None:
+        self.kind, self.call = shared(kind), call
+        self.footprint = weights.footprint  # to notice that a tensor of the layer has moved
+        # addresses and lengths of x and y that were last found apart
+        self.apart: Any = None
+
+    def is_apart(self, x: _Tensor, x_first: int, y: _Tensor, y_first: int, found: Any) -> bool:
+        """Return whether y overlaps neither x nor the layer; if so, remember it as `found`."""
+        if not (x_first and y_first):
+            return False  # no memory, or no rows
+        y_end = y_first + extent_of(y)
+        if x_first < y_end and y_first < x_first + extent_of(x):
+            return False
+        if self.footprint.meets(y_first, y_end):
+            return False
+        self.apart = found
+        return True
+
+
+class _StoredCall(_Stored):
+    """One stored call of a dense layer, and the properties that another must share with it."""
+
+    __slots__ = ("any_rows", "key", "lengths", "rows")
 
     def __init__(
         self, key: Any, call: CachedCall, x: _Tensor, weights: LayerWeights, y: _Tensor
     ) -> None:
-        self.call = call
-        self.key, self.kind = key, shared(_kind_of(x, x.data_ptr(), y, y.data_ptr()))
-        self.lengths = x.shape[0], y.shape[0]
+        super().__init__(_kind_of(x, x.data_ptr(), y, y.data_ptr()), call, weights)
+        self.key, self.lengths = key, (x.shape[0], y.shape[0])
         self.rows = y.numel() // weights.out_features
         self.any_rows = getattr(call, "any_rows", False) and _has_rows(x) and _has_rows(y)
-        self.footprint = weights.footprint  # to notice that a tensor of the layer has moved
-        # addresses and lengths of x and y that were last found apart
-        self.apart: Any = None
 
     def takes(self, lengths: tuple[int, int], plan: LoRAPlan) -> bool:
         """Return whether the first axes of x and y may have such lengths."""
@@ -179,18 +201,6 @@ class _StoredCall:
         """Return whether this call serves whatever another one does."""
         same = self.key == other.key and self.kind == other.kind
         return same and (self.any_rows or self.lengths == other.lengths)
-
-    def is_apart(self, x: _Tensor, x_first: int, y: _Tensor, y_first: int, found: Any) -> bool:
-        """Return whether y overlaps neither x nor the layer; if so, remember it as `found`."""
-        if not (x_first and y_first):
-            return False  # no memory, or no rows
-        y_end = y_first + extent_of(y)
-        if x_first < y_end and y_first < x_first + extent_of(x):
-            return False
-        if self.footprint.meets(y_first, y_end):
-            return False
-        self.apart = found
-        return True
 
 
 def _has_rows(tensor: _Tensor) -> bool:
@@ -306,6 +316,145 @@ class CallCache:
 
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
+
+
+class RoutedCalls:
+    """The cached calls of experts of one engine. They hold nothing of a plan or of a routing."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[_Stored, ...]] = {}  # by the handle of the weights
+
+    def __reduce__(self) -> Any:
+        return RoutedCalls, ()  # addresses die with a copy
+
+    def find(
+        self, engine: Engine, x: Any, weights: Any, routing: Any, y: Any, options: tuple[Any, ...]
+    ) -> CachedCall | None:
+        """Return the call that these arguments repeat, or None; they need not be checked.
+
+        Where one is found, every check would pass. `options` are those of the operation, the first
+        one its rows.
+        """
+        if (
+            type(x) is not _Tensor
+            or type(y) is not _Tensor
+            or not isinstance(weights, LayerWeights)
+            or not isinstance(routing, ExpertRouting)
+            or type(routing) is not engine.routing_type
+            or not isinstance(routing.plan, engine.plan_type)
+            or forward_ad._current_level >= 0
+        ):
+            return None
+        entries = self._calls.get(weights.handle)
+        if entries is None:
+            return None
+        plan: Any = routing.plan
+        try:
+            x_first, y_first = x.data_ptr(), y.data_ptr()
+            kind = _routed_kind(x, x_first, y, y_first, routing, options)
+            lengths = x.shape[0], y.shape[0]
+            tokens, top_k = routing.topk_ids.shape
+        except (RuntimeError, IndexError):  # a sparse tensor has no strides, a scalar no rows
+            return None
+        for entry in entries:
+            if entry.kind == kind:
+                break
+        else:
+            return None
+        found = x_first, y_first, lengths
+        if (
+            # the rest was checked with the layer and the kind
+            lengths != (tokens * top_k if options[0] == "pairs" else tokens, tokens)
+            or not plan.num_tokens <= tokens <= plan.capacity
+            or entry.footprint is not weights.footprint
+            # an allocator repeats addresses
+            or (entry.apart != found and not entry.is_apart(x, x_first, y, y_first, found))
+            or x.is_neg()
+            or y.is_neg()
+            or (
+                _is_grad_enabled()
+                and (
+                    weights.requires_gradient(x, y, routing.topk_weights)
+                    or routing.differentiable_weights is not None
+                )
+            )
+        ):
+            return None
+        return entry.call
+
+    def get(
+        self,
+        x: _Tensor,
+        weights: LayerWeights,
+        routing: Any,
+        y: _Tensor,
+        options: tuple[Any, ...],
+    ) -> Any:
+        """Return the call stored for arguments of this kind, which are checked, or None."""
+        kind = _routed_kind(x, x.data_ptr(), y, y.data_ptr(), routing, options)
+        for entry in self._calls.get(weights.handle, ()):
+            if entry.kind == kind and entry.footprint is weights.footprint:
+                return entry.call
+        return None
+
+    def store(
+        self,
+        x: _Tensor,
+        weights: LayerWeights,
+        routing: Any,
+        y: _Tensor,
+        options: tuple[Any, ...],
+        call: CachedCall,
+    ) -> None:
+        """Keep a call, whose arguments are checked, for arguments of this kind."""
+        if not (_is_regular(x) and _is_regular(y)):
+            return  # a kind does not tell such strides
+        if len(self._calls) >= MOST_LAYERS:  # as in `CallCache`
+            self._calls.clear()
+        kind = _routed_kind(x, x.data_ptr(), y, y.data_ptr(), routing, options)
+        others = [each for each in self._calls.get(weights.handle, ()) if each.kind != kind]
+        stored = _Stored(kind, call, weights)
+        self._calls[weights.handle] = (stored, *others[: MOST_KINDS - 1])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._calls.values()))
+
+
+def _routed_kind(
+    x: _Tensor, x_first: int, y: _Tensor, y_first: int, routing: Any, options: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Return all that checks and the choice of kernels depend on besides layer, tokens and tiles.
+
+    Engines choose the sizes of tiles when the call runs.
+    """
+    plan = routing.plan
+    return (
+        x.shape[1:],
+        x.is_contiguous() or x.stride(),
+        x.dtype,
+        x.device,
+        y.shape[1:],
+        # whether rows of more axes overlap depends on all sizes
+        y.is_contiguous() or (y.stride(), y.shape),
+        y.dtype,
+        y.device,
+        # Triton compiles other code for addresses that are multiples of 16
+        (x_first | y_first) & 15 and (x_first & 15 == 0, y_first & 15 == 0),
+        routing.num_experts,
+        routing.topk_ids.shape[1],
+        plan.num_slots,
+        plan.token_scales is None,
+        options,
+    )
+
+
+def _is_regular(tensor: _Tensor) -> bool:
+    """Return whether contiguous tensors of this width have these strides.
+
+    An axis of length 1 may have any stride.
+    """
+    steps = [math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.ndim)]
+    return not tensor.is_contiguous() or list(tensor.stride()) == steps
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ import torch
 
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import checks
-from lora_backends.dispatch.cached import accept, is_accepted
+from lora_backends.dispatch.cached import accept, is_accepted, marked_to_store_calls
 from lora_backends.dispatch.engine import Engine
 from lora_backends.dispatch.gradients.autocast import for_autocast, is_any_autocast, run_outside
 from lora_backends.dispatch.gradients.differentiate import record_routed, requires_graph
@@ -92,6 +92,7 @@ def wrap_routed(
 ) -> Callable[..., torch.Tensor]:
     """Return the wrapper that takes the place of a class's method for routed rows."""
     defaults = {option.name: option.values[0] for option in operation.options}
+    stores = marked_to_store_calls(method)
 
     def call(
         self: Engine,
@@ -113,6 +114,11 @@ def wrap_routed(
             return trace_add(operation, call, self, x, weights, routing, base_output, options)
         if is_jit_traced() and not self.plain_torch:
             refuse_jit_trace(operation.name, self)
+        if stores and base_output is not None:
+            given = tuple(options.values())
+            cached = self.routed_calls.find(self, x, weights, routing, base_output, given)
+            if cached is not None and cached.run(x, weights, routing, base_output):
+                return base_output  # type: ignore[no-any-return]
         if isinstance(routing, ManyAdaptersRouting):
             y: torch.Tensor | None = base_output
             for part in routing.routings:

@@ -15,7 +15,7 @@ from lora_backends.backend import LoRABackend
 from lora_backends.batch import LoRABatch
 from lora_backends.common.devices import as_device, is_capturing
 from lora_backends.defaults.expert_gradients import ExpertGradients
-from lora_backends.dispatch.cached import stores_calls
+from lora_backends.dispatch.cached import RoutedCalls, stores_calls
 from lora_backends.dispatch.output import added_to, new_output
 from lora_backends.dispatch.wrap import runs, stands_for
 from lora_backends.experts import ExpertWeights
@@ -28,8 +28,9 @@ from lora_backends.sgmv.base.product import MOST_ROWS, base_arguments, base_kern
 from lora_backends.sgmv.blends import launch as blends
 from lora_backends.sgmv.blends.plan import Blend, fill_blend, new_blend
 from lora_backends.sgmv.experts.backward import Backward
+from lora_backends.sgmv.experts.cached import CachedSite
 from lora_backends.sgmv.experts.launch import add_experts
-from lora_backends.sgmv.experts.routing import SgmvRouting, make_routing, sort_pairs
+from lora_backends.sgmv.experts.routing import SgmvRouting, follow_plan, make_routing, sort_pairs
 from lora_backends.sgmv.experts.rules import PairShape
 from lora_backends.sgmv.launch import EMPTY_ROW
 from lora_backends.sgmv.launching.ahead import Noted, recording
@@ -87,6 +88,7 @@ class SgmvBackend(LoRABackend):
         self.allow_tf32 = allow_tf32
         self._is_cuda = self.device.type == "cuda"
         self.batch_invariant = batch_invariant
+        self.routed_calls = RoutedCalls()
         self._options = launch.Options(
             precision="tf32" if allow_tf32 else "ieee",
             programmatic=has_programmatic_launch(self.device),
@@ -438,6 +440,7 @@ class SgmvBackend(LoRABackend):
         return out
 
     @override
+    @stores_calls
     def run_experts(
         self,
         x: Tensor,
@@ -449,18 +452,23 @@ class SgmvBackend(LoRABackend):
         weighted: bool = False,
         reduce: bool = False,
     ) -> Tensor:
-        how = {"rows": rows, "weighted": weighted, "reduce": reduce}
+        how: dict[str, Any] = {"rows": rows, "weighted": weighted, "reduce": reduce}
         y = base_output
         if y is None:
             y = new_output(BY_NAME["run_experts"], x, weights, routing, how)
         if routing.num_pairs == 0:
             return y
-        plan, options = routing.plan, self._options
-        self._note_capture(plan)
-        if routing.plan_refills != plan.refills:  # its tokens have other slots now
-            choice = (routing.topk_ids, routing.topk_weights)
-            sort_pairs(routing, plan, *choice, None, options.programmatic)
-        add_experts(y, x, weights, routing, options, rows=rows, weighted=weighted, reduce=reduce)
+        options = self._options
+        self._note_capture(routing.plan)
+        follow_plan(routing, options.programmatic)
+        made = add_experts(y, x, weights, routing, options, **how)
+        if made is not None and not INTERPRETED and RECORD.get() is None:
+            given = x, weights, routing, y, tuple(how.values())
+            cached = self.routed_calls.get(*given)
+            if cached is None:
+                self.routed_calls.store(*given, CachedSite(made, weighted))
+            else:
+                cached.add(made)
         return y
 
     @override

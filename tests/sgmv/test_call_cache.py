@@ -9,11 +9,11 @@ import pickle
 import threading
 import weakref
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from helpers.engines import ENGINES
+from helpers.noted_launches import noted_launches
 from helpers.small_layers import small_weights
 
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, UnsupportedInputError
@@ -30,50 +30,6 @@ MIXED, SKEWED, NOBODY = [3, -1, 0, 1, 0, 2, 3], [2] * 7, [-1] * 7
 CACHES = [launch._kernels, launch.gather_kernel, launching.specialized]
 
 
-class Launch(NamedTuple):
-    """What a kernel was launched with."""
-
-    name: str
-    grid: tuple[int, int, int]
-    arguments: list[Any]  # tensors by their addresses
-    stream: int
-    told: tuple[Any, Any, Any]  # metadata and both hooks
-
-
-class Compiled:
-    """Stands for a compiled kernel."""
-
-    function = packed_metadata = None
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def launch_metadata(self, grid, stream, *arguments):
-        return "metadata of", self.name, grid, stream, arguments
-
-    def run(self, x, y, z, stream, function, metadata, told, enter, leave, *arguments):
-        self.log(Launch(self.name, (x, y, z), list(arguments), stream, (told, enter, leave)))
-
-
-class Jitted:
-    """Stands for a `triton.jit` function: its first launch returns what was compiled."""
-
-    def __init__(self, kernel, log):
-        self.__name__, self.arg_names, self.log = kernel.__name__, kernel.arg_names, log
-
-    def __getitem__(self, grid):
-        def compile(*arguments, **constants):
-            values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-            places = range(self.arg_names.index("group_starts_ptr") + 1)
-            values = [0 if a is None and i in places else a for i, a in enumerate(values)]
-            values += [constants[name] for name in self.arg_names if name.isupper()]
-            stream, told = launching.current_stream(0), (None, None, None)
-            self.log(Launch(self.__name__, grid, values, stream, told))
-            return Compiled(self.__name__, self.log)
-
-        return compile
-
-
 @pytest.fixture
 def current():
     """Return what is current on the device: its stream."""
@@ -83,25 +39,8 @@ def current():
 @pytest.fixture
 def log(monkeypatch, current):
     """Return the launches, in order."""
-    launches = []
-
-    class Noted(launching.SpecializedKernel):
-        __slots__ = ()
-
-        def __init__(self, kernel, *args, **kwargs):
-            super().__init__(Jitted(kernel, launches.append), *args, **kwargs)
-
-    def clear():
-        for cache in CACHES:
-            cache.cache_clear()
-
-    monkeypatch.setattr(launching, "SpecializedKernel", Noted)
-    for module in (launching, call_cache):
-        monkeypatch.setattr(module, "several_devices", lambda: False)
-        monkeypatch.setattr(module, "stream_of", lambda: lambda device: current.stream)
-    clear()
-    yield launches
-    clear()
+    with noted_launches(monkeypatch, current, CACHES, [call_cache]) as launches:
+        yield launches
 
 
 @pytest.fixture(params=ENGINES)

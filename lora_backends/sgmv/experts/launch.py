@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from lora_backends.sgmv.experts.routing import SgmvRouting, sort_tokens
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape, SiteTiles
 from lora_backends.sgmv.kernels.operands import SiteSizes, SumSizes
 from lora_backends.sgmv.launch import Options
+from lora_backends.sgmv.launching.call_cache import Launched
 from lora_backends.sgmv.launching.kernel import (
     INTERPRETED,
     Arguments,
@@ -55,6 +56,38 @@ class SiteKernels(NamedTuple):
     split_k: int  # planes of h
 
 
+@dataclass(frozen=True, eq=False)
+class SiteChoice:
+    """All that the kernels of a site follow from besides a routing; one object for equal sites."""
+
+    site: Site
+    tma: bool  # B allows it
+    options: Options
+
+    def kernels(self, routing: SgmvRouting) -> SiteKernels:
+        """Return the kernels that add to y for a routing."""
+        if routing.chosen is None:
+            routing.chosen = {}
+        both: SiteKernels | None = routing.chosen.get(self)
+        if both is None:
+            shrunk = routing.of_tokens if self.site.by_token else routing.shape
+            assert shrunk is not None
+            both = kernels_of(routing.shape, shrunk, self.site, False, self.tma, self.options)
+            routing.chosen[self] = both
+        return both
+
+
+choice_of = lru_cache(maxsize=4096)(SiteChoice)
+
+
+class SiteLaunches(NamedTuple):
+    """The launches of a call that added to y from tables of the layer."""
+
+    choice: SiteChoice
+    shrink: Launched
+    expand: Launched
+
+
 class SiteCall(NamedTuple):
     """The tensors of one call."""
 
@@ -80,17 +113,23 @@ def add_experts(
     rows: str,
     weighted: bool,
     reduce: bool,
-) -> None:
-    """Add the delta of every live pair to y, in place; arguments as in `run_experts`."""
-    factors, scales = routing.topk_weights, routing.plan.token_scales
-    if scales is not None:  # they multiply deltas as the router's weights do
-        scales = scales[: routing.num_tokens, None].expand_as(factors)
-        factors, weighted = scales * factors if weighted else scales.contiguous(), True
+) -> SiteLaunches | None:
+    """Add the delta of every live pair to y, in place; arguments as in `run_experts`.
+
+    Returns:
+        The launches, if another call of the layer could repeat them.
+    """
+    factors = pair_factors(routing, weighted)
+    weighted |= routing.plan.token_scales is not None
     site = site_of(weights, routing, x.dtype, options, by_pair=rows == "pairs", weighted=weighted)
     tma = options.tma and not reduce and weights.lora_b.element_size() == 2  # it does not widen
     tma = tma and allows_tma(_located(weights.lora_b), weights.max_rank, 0)
     shrunk = sort_tokens(routing, options.programmatic) if site.by_token else routing
-    both = kernels_of(routing.shape, shrunk.shape, site, reduce, tma, options)
+    choice = choice_of(site, tma, options)
+    if reduce:
+        both = kernels_of(routing.shape, shrunk.shape, site, True, False, options)
+    else:
+        both = choice.kernels(routing)
     # copies are made before the first launch: no kernel may run between the shrink and an expand
     # that starts before the shrink has ended
     tables = weights.ranks.contiguous(), weights.scalings.contiguous()
@@ -101,22 +140,34 @@ def add_experts(
     )
     call = SiteCall(x, weights, routing, y, *tables, factors, *of_stacks, shrunk)
     if not reduce:
-        launch_site(call, both, y)
-        return
+        launched = launch_site(call, both, y)
+        read = weights.ranks, weights.scalings, weights.a_scales, weights.b_scales
+        is_copied = any(each is not None and not each.is_contiguous() for each in read)
+        return None if is_copied else SiteLaunches(choice, *launched)
     shape = (routing.num_tokens, routing.top_k, weights.out_features)
     deltas = torch.empty(shape, dtype=torch.float32, device=y.device)
     launch_site(call, both, deltas)
     _launch_sum(call, deltas, _sum_kernel(site, options.programmatic))
+    return None
 
 
-def launch_site(call: SiteCall, both: SiteKernels, to: torch.Tensor) -> None:
+def pair_factors(routing: SgmvRouting, weighted: bool) -> torch.Tensor:
+    """Return the factor of every pair, [num_tokens, top_k]; not read if all are 1."""
+    factors, given = routing.topk_weights, routing.plan.token_scales
+    if given is None:
+        return factors
+    # they multiply deltas as the router's weights do
+    scales: torch.Tensor = given[: routing.num_tokens, None].expand_as(factors)
+    return scales * factors if weighted else scales.contiguous()
+
+
+def launch_site(call: SiteCall, both: SiteKernels, to: torch.Tensor) -> tuple[Launched, Launched]:
     """Launch both kernels; `to` [num_tokens, top_k, out_features] is y, or where deltas go."""
     h = _new_h(call, both.split_k)
-    launch_shrink(call, both, h)
-    launch_expand(call, both, h, to)
+    return launch_shrink(call, both, h), launch_expand(call, both, h, to)
 
 
-def launch_shrink(call: SiteCall, both: SiteKernels, h: torch.Tensor) -> None:
+def launch_shrink(call: SiteCall, both: SiteKernels, h: torch.Tensor) -> Launched:
     """Write h [planes, places, num_a * padded rank]."""
     x, a, ranks, scales, shrunk = (
         call.x,
@@ -125,14 +176,15 @@ def launch_shrink(call: SiteCall, both: SiteKernels, h: torch.Tensor) -> None:
         call.a_scales,
         call.shrunk,
     )
-    tables, rows = _tiles_of(shrunk, both.shrink)
+    tables, rows = tiles_of(shrunk, parts_of(both.shrink))
     tensors = (x, stored_bytes(a), scales, ranks, *tables, h)
     strides = (x.stride(0), *strides_of(a, 4), *strides_of(scales, 4), *strides_of(ranks, 2))
     arguments = Arguments(tensors, (), (a.shape[4], *strides, h.shape[1]))
     both.shrink.launch(rows, arguments)
+    return Launched(both.shrink, arguments)
 
 
-def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.Tensor) -> None:
+def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.Tensor) -> Launched:
     """Add the deltas to `to`, or write them there."""
     routing, ranks, scalings, scales = call.routing, call.ranks, call.scalings, call.b_scales
     b, sizes, tma = call.weights.lora_b, both.expand.sizes, None
@@ -140,21 +192,24 @@ def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.
         tma = descriptor(_located(b), b.shape[3], sizes.BLOCK_C, sizes.BLOCK_R)
     strides = (*strides_of(b, 3), *strides_of(scales, 3), *to.stride()[:2])
     strides += (*strides_of(ranks, 2), *strides_of(scalings, 2))
-    tiles, rows = _tiles_of(routing, both.expand)
+    tiles, rows = tiles_of(routing, parts_of(both.expand))
     tensors = (h, stored_bytes(b), scales, to, ranks, scalings, call.factors, *tiles)
     arguments = Arguments(tensors, (tma,), (h.shape[1], *strides))
     both.expand.launch(rows, arguments)
+    return Launched(both.expand, arguments)
 
 
-def _tiles_of(
-    routing: SgmvRouting, kernel: SpecializedKernel
-) -> tuple[tuple[torch.Tensor, ...], int]:
-    """Return the tables that a kernel's tiles stand in, and the rows of its grid."""
+def parts_of(kernel: SpecializedKernel) -> int:
+    """Return the rows of the grid for each tile; 0: one for each pair, as a tile of its own."""
     site = kernel.constants["SITE"]
-    if site.ROWS == 1:
+    return 0 if site.ROWS == 1 else int(site.PARTS)
+
+
+def tiles_of(routing: SgmvRouting, parts: int) -> tuple[tuple[torch.Tensor, ...], int]:
+    """Return the tables that a kernel's tiles stand in, and the rows of its grid."""
+    if not parts:
         return (routing.order, routing.singles, routing.count), routing.num_pairs
-    rows = routing.max_tiles * site.PARTS
-    return (routing.order, routing.tiles, routing.count), rows
+    return (routing.order, routing.tiles, routing.count), routing.max_tiles * parts
 
 
 def _launch_sum(call: SiteCall, deltas: torch.Tensor, kernel: SpecializedKernel) -> None:
@@ -168,9 +223,13 @@ def _launch_sum(call: SiteCall, deltas: torch.Tensor, kernel: SpecializedKernel)
 def _new_h(call: SiteCall, planes: int) -> torch.Tensor:
     """Return h: [planes, places, num_a * padded rank]."""
     width = call.weights.num_a * padded_rank(call.weights.max_rank)
-    # a single plane has the dtype that h is rounded to for the expand
-    dtype = torch.float32 if planes > 1 else call.x.dtype
+    dtype = h_dtype(planes, call.x)
     return torch.empty(planes, call.shrunk.num_pairs, width, dtype=dtype, device=call.x.device)
+
+
+def h_dtype(planes: int, x: torch.Tensor) -> torch.dtype:
+    """Return the dtype of h; a single plane has the one that h is rounded to for the expand."""
+    return torch.float32 if planes > 1 else x.dtype
 
 
 def strides_of(tensor: torch.Tensor, count: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class SgmvRouting(ExpertRouting):
     tokens: SgmvRouting | None = field(default=None, init=False)
     # the tokens sorted by slot, made when a layer first needs them: all its experts share an A
     plan_refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
+    chosen: dict[Any, Any] | None = field(default=None, init=False, repr=False)
+    # the kernels of each `SiteChoice`
+
+    _transient: ClassVar[tuple[str, ...]] = (*ExpertRouting._transient, "chosen")
 
     @property
     def num_pairs(self) -> int:
@@ -169,6 +173,13 @@ def sort_pairs(
     scatter = _scatter(routing.num_experts, cut, num_keys, pairs, programmatic)
     arguments = Arguments((keys, nths, counts, turn, *results), (), (pairs, num_keys))
     scatter.launch(programs, arguments)
+
+
+def follow_plan(routing: SgmvRouting, programmatic: bool) -> None:
+    """Sort the pairs again if their tokens have other slots: the plan was refilled."""
+    plan = routing.plan
+    if routing.plan_refills != plan.refills:
+        sort_pairs(routing, plan, routing.topk_ids, routing.topk_weights, None, programmatic)
 
 
 def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
