@@ -143,6 +143,8 @@ class ExpertRouting(Handled):
     refills: int = field(default=0, init=False)  # how often another choice took this one's place
     differentiable_weights: Tensor | None = field(default=None, init=False, repr=False)
     # the tensor that topk_weights was copied from, where it requires a gradient
+    accepted: Any = field(default=None, init=False, repr=False)
+    # the kind of the last choice that passed the checks of `prepare_experts`
 
     @property
     def num_tokens(self) -> int:

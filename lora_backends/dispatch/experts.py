@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from lora_backends.common.tensors import has_memory
 from lora_backends.dispatch import checks
@@ -23,6 +24,7 @@ from lora_backends.errors import InvalidInputError, shown
 from lora_backends.experts import ExpertRouting, ExpertWeights
 from lora_backends.layer_weights import MOST
 from lora_backends.operations import Operation
+from lora_backends.plan import LoRAPlan
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -65,7 +67,9 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
             # `call`, not `method`: every part is checked like a routing of its own
             made = tuple([call(self, part, *choice, refilled) for part, refilled in pairs])
             return ManyAdaptersRouting(made) if out is None else out
-        _check_prepare(self, plan, *choice, out)
+        kind = _choice_kind(self, *choice)
+        if not _is_accepted_refill(plan, *choice, out, kind):
+            _check_prepare(self, plan, *choice, out)
         if out is not None:
             count_refill(out)
         kept = None
@@ -73,7 +77,7 @@ def wrap_prepare_experts(method: Callable[..., Any]) -> Callable[..., Any]:
             # the copy holds values alone, or refills would add to autograd's graph without end
             kept, topk_weights = topk_weights, topk_weights.detach()
         routing = method(self, plan, topk_ids, topk_weights, num_experts, expert_map, out=out)
-        routing.differentiable_weights = kept
+        routing.differentiable_weights, routing.accepted = kept, kind
         return routing
 
     return call
@@ -188,6 +192,51 @@ def _check(
         accept(engine, operation, x, weights, y, detail)
 
 
+def _choice_kind(
+    engine: Engine, topk_ids: Any, topk_weights: Any, num_experts: Any, expert_map: Any
+) -> Any:
+    """Return all that the guards of a choice depend on besides plan, values and gradients.
+
+    None: a tensor is of another class than torch's own, or has no address.
+    """
+    kind: list[Any] = [engine.handle, num_experts, type(num_experts), expert_map is None]
+    try:
+        for tensor in (topk_ids, topk_weights, expert_map):
+            if tensor is expert_map is None:
+                continue
+            if type(tensor) is not torch.Tensor or not tensor.data_ptr() or tensor.is_neg():
+                return None
+            kind += tensor.shape, tensor.dtype, tensor.device
+    except RuntimeError:  # a sparse tensor
+        return None
+    return kind
+
+
+def _is_accepted_refill(
+    plan: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    num_experts: Any,
+    expert_map: Any,
+    out: Any,
+    kind: Any,
+) -> bool:
+    """Return True only where the guards would find no problem in a refill; nothing is explained."""
+    if kind is None or not isinstance(out, ExpertRouting) or out.accepted != kind:
+        return False
+    # `out` has its engine's type, and this engine has filled it; the new plan is unchecked
+    return (
+        type(plan) is type(out.plan)
+        and isinstance(plan, LoRAPlan)
+        and plan.num_tokens <= topk_ids.shape[0] <= plan.capacity
+        and forward_ad._current_level < 0
+        and not (torch.is_grad_enabled() and topk_weights.requires_grad)
+        and (expert_map is None or expert_map.is_contiguous())
+        and _is_below(topk_ids, num_experts if expert_map is None else expert_map.shape[0])
+        and (expert_map is None or _is_below(expert_map, num_experts))
+    )
+
+
 def _check_prepare(
     engine: Engine,
     plan: Any,
@@ -257,10 +306,15 @@ def _check_pairs(problems: Problems, plan: Any, topk_ids: Any, topk_weights: Any
 
 def _check_ids(problems: Problems, name: str, ids: torch.Tensor, limit: int) -> None:
     """Refuse ids that are too high, on a CPU; a device's values are not looked at."""
-    if ids.device.type == "cpu" and ids.numel() and (highest := int(ids.max())) >= limit:
+    if not _is_below(ids, limit):
         problems.refuse(
-            f"{name} holds {highest}; allowed: 0..{limit - 1}, or a negative id for none"
+            f"{name} holds {int(ids.max())}; allowed: 0..{limit - 1}, or a negative id for none"
         )
+
+
+def _is_below(ids: torch.Tensor, limit: int) -> bool:
+    """Return whether ids on a CPU are below a limit; a device's values are not looked at."""
+    return ids.device.type != "cpu" or not ids.numel() or int(ids.max()) < limit
 
 
 def _check_refill(problems: Problems, topk_ids: torch.Tensor, num_experts: int, out: Any) -> None:

@@ -184,6 +184,39 @@ def test_contradictory_routings_are_refused(change, told):
         backend.prepare_experts(**good | change)
 
 
+@pytest.mark.parametrize(("change", "told"), BAD_ROUTINGS)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_refills_are_refused_as_well_after_one_that_was_accepted(change, told, mapped, monkeypatch):
+    backend = TorchRefBackend()
+    good = {
+        "plan": backend.prepare_batch(small_batch()),
+        "topk_ids": IDS,
+        "topk_weights": FACTORS,
+        "num_experts": 3,
+        "expert_map": torch.arange(3, dtype=torch.int32) if mapped else None,
+    }
+    routing = backend.prepare_experts(**good)
+    with monkeypatch.context() as patch:
+        patch.setattr(way_in, "_check_prepare", lambda *_: pytest.fail("checked again"))
+        assert backend.prepare_experts(**good | {"topk_ids": IDS.flip(0)}, out=routing) is routing
+    assert torch.equal(routing.topk_ids, IDS.flip(0))
+    with pytest.raises(InvalidInputError, match=told):
+        backend.prepare_experts(**{"out": routing} | good | change)
+    assert torch.equal(routing.topk_ids, IDS.flip(0))
+
+
+def test_a_refill_for_more_tokens_or_another_backend_is_refused_after_an_accepted_one():
+    backend = TorchRefBackend()
+    plan = backend.prepare_batch(small_batch())
+    routing = backend.prepare_experts(plan, IDS, FACTORS, 3)
+    larger = backend.prepare_batch(LoRABatch([0] * 8, 4))
+    with pytest.raises(InvalidInputError, match=r"allowed: \[8, k\]"):
+        backend.prepare_experts(larger, IDS, FACTORS, 3, out=routing)
+    other = get_backend("numba_cpu", device="cpu")
+    with pytest.raises(InvalidInputError, match="out is a"):
+        other.prepare_experts(other.prepare_batch(small_batch()), IDS, FACTORS, 3, out=routing)
+
+
 def test_a_routing_is_refilled_for_as_many_adapters_per_token_alone():
     backend = TorchRefBackend()
     batches = [small_batch(), LoRABatch([[0, 1]] * 7, 4), LoRABatch([[0, 1, 2]] * 7, 4)]

@@ -228,6 +228,46 @@ def test_a_tensor_that_a_kernel_does_not_take_is_compiled_as_none_and_no_driver_
     assert given == [(compiled, {0: 64, 2: 128, 3: 32}, 3, (0, 2), (5, 1, 1), 0)]
 
 
+def test_the_driver_launches_a_compiled_kernel_with_all_its_arguments(monkeypatch):
+    """What Triton has compiled in is left out; other kinds of arguments have other launches."""
+
+    class Driven:
+        def __init__(self, *given):
+            self.given, self.launches, self.runs = given, [], True
+            made.append(self)
+
+        def launch(self, *given):
+            self.launches.append(given)
+            return self.runs
+
+    made = []
+    monkeypatch.setattr(launching, "driver_kernel", Driven)
+    jitted = Kernel()
+    jitted.arg_names = ["x_ptr", "table_ptr", "h_ptr", "width", "n", "PROGRAMS", "SIZE", "WIDE"]
+    jitted.params = [SimpleNamespace(do_not_specialize=False)] * 8
+    kernel, h = SpecializedKernel(jitted, CONSTANTS, 5), OnGpu(128)
+
+    def launch(rows, address, width):
+        kernel.launch(rows, Arguments((OnGpu(address), ABSENT, h), (), (width, 1)))
+
+    for rows, address, width in ((3, 64, 32), (3, 64, 32), (4, 96, 48)):
+        launch(rows, address, width)
+    ((compiled, *_),) = jitted.compiled
+    ((driven),) = made
+    assert driven.given == (compiled, {0: 64, 2: 128, 3: 32}, 3, (0, 2, 3), (5, 1, 1), 0)
+    assert driven.launches == [(3, 11, [64, 128, 32]), (4, 11, [96, 128, 48])]
+    assert not compiled.noted
+    driven.runs = False  # in a thread without a context
+    launch(3, 64, 32)
+    assert compiled.noted[0][9:] == (64, 0, 128, 32, 1, 5, 16, True)
+    for _ in range(2):
+        launch(3, 64, 33)
+    assert len(made) == 2 and len(made[1].launches) == 1
+    monkeypatch.setattr(launching, "has_launch_hooks", lambda: True)
+    launch(3, 64, 33)
+    assert len(made[1].launches) == 1, "a profiler is told by Triton"
+
+
 def test_equal_constants_share_a_kernel_so_that_it_is_compiled_once():
     jitted = Kernel()
     given = {"SIZE": 16, "WIDE": True}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -16,7 +16,17 @@ from lora_backends.experts import ExpertRouting
 from lora_backends.sgmv.experts import routing_kernels
 from lora_backends.sgmv.experts.rules import PairShape, expected_keys, tile_pairs
 from lora_backends.sgmv.kernels.operands import RoutingSizes
-from lora_backends.sgmv.launching.kernel import Arguments, SpecializedKernel, specialized
+from lora_backends.sgmv.launching.kernel import (
+    INTERPRETED,
+    RECORD,
+    Arguments,
+    SpecializedKernel,
+    has_launch_hooks,
+    is_current,
+    several_devices,
+    specialized,
+    stream_of,
+)
 from lora_backends.sgmv.layout import aligned, max_runs
 from lora_backends.sgmv.tiles.sizes import power_of_two
 
@@ -27,6 +37,8 @@ _OWN = 128  # pairs of a program that counts
 _RECORD = routing_kernels.RECORD.value  # int32 values of a tile
 _MOST_KEYS = 2**31 - 1
 _MOST_PAIRS = 2**31 - _OWN
+_INPUTS = 4  # tensors of a choice: experts, weights, the map and slots
+_MOST_SORTERS = 8  # of a routing
 _MOST_SCANNED = 8192  # counts that a program sums at once
 
 
@@ -58,8 +70,10 @@ class SgmvRouting(ExpertRouting):
     plan_refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
     chosen: dict[Any, Any] | None = field(default=None, init=False, repr=False)
     # the kernels of each `SiteChoice`
+    sorters: dict[Any, _Sorter | None] | None = field(default=None, init=False, repr=False)
+    # by the kind of choice; None for a kind that was sorted once
 
-    _transient: ClassVar[tuple[str, ...]] = (*ExpertRouting._transient, "chosen")
+    _transient: ClassVar[tuple[str, ...]] = (*ExpertRouting._transient, "chosen", "sorters")
 
     @property
     def num_pairs(self) -> int:
@@ -154,25 +168,82 @@ def sort_pairs(
     if pairs == 0:
         return
     mapped = topk_ids if expert_map is None else expert_map  # not read without a map
-    inputs = (topk_ids, topk_weights, mapped, plan.token_slots())
-    kept = (routing.topk_ids, routing.topk_weights)
-    results = (routing.order, routing.tiles, routing.singles, routing.count)
+    slots = plan.token_slots()
+    inputs = topk_ids, topk_weights, mapped, slots
     strides = (*topk_ids.stride(), *topk_weights.stride(), mapped.shape[0])
+    addresses = [tensor.data_ptr() for tensor in inputs]
+    kind = topk_ids.dtype, strides, expert_map is not None, programmatic
+    if routing.sorters is None:
+        routing.sorters = {}
+    sorter = routing.sorters.get(kind)
+    if sorter is not None and sorter.run(addresses):
+        return
     shape = (routing.top_k, routing.num_experts, expert_map is not None)
+    launches = [*_launches(routing, inputs, strides, shape, programmatic)]
+    for rows, kernel, arguments in launches:
+        kernel.launch(rows, arguments)
+    if INTERPRETED or RECORD.get() is not None:
+        return
+    if kind not in routing.sorters:
+        if len(routing.sorters) >= _MOST_SORTERS:
+            routing.sorters.clear()
+        routing.sorters[kind] = None  # a routing that is never refilled needs none
+    elif sorter is None and not any(address & 15 for address in addresses):
+        routing.sorters[kind] = _Sorter(launches)
+
+
+def _launches(
+    routing: SgmvRouting,
+    inputs: tuple[Tensor, ...],
+    strides: tuple[int, ...],
+    shape: tuple[int, int, bool],
+    programmatic: bool,
+) -> Iterator[tuple[int, SpecializedKernel, Arguments]]:
+    """Return rows of the grid, kernel and arguments of each launch that sorts pairs."""
+    pairs, kept = routing.num_pairs, (routing.topk_ids, routing.topk_weights)
+    results = (routing.order, routing.tiles, routing.singles, routing.count)
     cut = routing.shape.tile, routing.shape.has_singles
     if pairs <= MOST_COMPARED:
         kernel = _compare(pairs, *shape, cut, programmatic)
         arguments = Arguments((*inputs, *kept, *results, *routing.scratch), (), (pairs, *strides))
-        kernel.launch(-(-pairs // kernel.sizes.OWN), arguments)
+        yield -(-pairs // kernel.sizes.OWN), kernel, arguments
         return
     keys, nths, counts, turn = routing.scratch
     num_keys, programs = counts.shape[1], -(-pairs // _OWN)
-    count = _count(*shape, programmatic)
-    numbers = (pairs, num_keys, *strides)
-    count.launch(programs, Arguments((*inputs, *kept, *routing.scratch), (), numbers))
+    tensors, numbers = (*inputs, *kept, *routing.scratch), (pairs, num_keys, *strides)
+    yield programs, _count(*shape, programmatic), Arguments(tensors, (), numbers)
     scatter = _scatter(routing.num_experts, cut, num_keys, pairs, programmatic)
     arguments = Arguments((keys, nths, counts, turn, *results), (), (pairs, num_keys))
-    scatter.launch(programs, arguments)
+    yield programs, scatter, arguments
+
+
+class _Sorter:
+    """The launches that sort one kind of choice into a routing; the choice is at other addresses.
+
+    Addresses of a choice are the first arguments of the first kernel.
+    """
+
+    __slots__ = ("_device", "_first", "_more", "_several", "_stream_of")
+
+    def __init__(self, launches: Sequence[tuple[int, SpecializedKernel, Arguments]]) -> None:
+        self._device = launches[0][2].tensors[0].device
+        self._several, self._stream_of = several_devices(), stream_of()
+        (rows, kernel, arguments), *more = launches
+        self._first = rows, kernel.bind(arguments, range(_INPUTS))
+        self._more = [(rows, kernel.bind(given, ())) for rows, kernel, given in more]
+
+    def run(self, addresses: Sequence[int]) -> bool:
+        """Sort the choice; return False, with nothing run, if it has to be launched in full."""
+        if (self._several and not is_current(self._device)) or RECORD.get() is not None:
+            return False
+        if any([address & 15 for address in addresses]):
+            return False  # Triton compiles other code for them
+        stream, hooks = self._stream_of(self._device.index), has_launch_hooks()
+        rows, kernel = self._first
+        kernel.launch(rows, stream, addresses, hooks)
+        for rows, kernel in self._more:
+            kernel.launch(rows, stream, (), hooks)
+        return True
 
 
 def follow_plan(routing: SgmvRouting, programmatic: bool) -> None:

@@ -60,6 +60,11 @@ class Arguments(NamedTuple):
     numbers: tuple[int, ...]
 
 
+class _Driven(NamedTuple):
+    kernel: DriverKernel
+    places: tuple[int, ...]  # of all arguments that Triton did not compile in
+
+
 class SpecializedKernel:
     """A kernel with fixed constants and options, compiled once per kind of arguments.
 
@@ -70,6 +75,7 @@ class SpecializedKernel:
     __slots__ = (
         "_axis",
         "_compiled",
+        "_driven",
         "_programs",
         "_values",
         "constants",
@@ -103,6 +109,7 @@ class SpecializedKernel:
         if max_registers:
             self.options["maxnreg"] = max_registers
         self._compiled: dict[Any, Any] = {}
+        self._driven: dict[Any, _Driven | None] = {}  # None: Triton launches this kind
 
     def is_compiled(self, arguments: Arguments) -> bool:
         """Return whether it is compiled for such arguments, so that a CUDA graph can capture it."""
@@ -217,9 +224,27 @@ class SpecializedKernel:
                 )
             except OutOfResources as error:
                 raise self._too_large(error) from error
-        else:
-            values = [*pointers, *descriptors, *numbers, *self._values]
-            _run(compiled, grid, current_stream(device), values, has_launch_hooks())
+            return
+        values, stream = [*pointers, *descriptors, *numbers], current_stream(device)
+        hooks = has_launch_hooks()
+        if not hooks and not any(descriptors):
+            if kind not in self._driven:
+                self._driven[kind] = self._drive(compiled, arguments, values)
+            driven = self._driven[kind]
+            if driven is not None and driven.kernel.launch(
+                rows, stream, [values[p] for p in driven.places]
+            ):
+                return
+        _run(compiled, grid, stream, [*values, *self._values], hooks)
+
+    def _drive(self, compiled: Any, arguments: Arguments, values: list[Any]) -> _Driven | None:
+        """Return a compiled kernel that the driver launches with any arguments of this kind."""
+        if not arguments.tensors[0].is_cuda:
+            return None
+        taken = _taken(self.kernel.params, arguments, values)
+        given = len(arguments.tensors), tuple(taken), self._grid(1), self._axis
+        kernel = driver_kernel(compiled, taken, *given)
+        return None if kernel is None else _Driven(kernel, tuple(taken))
 
 
 @lru_cache(maxsize=16384)

@@ -39,7 +39,7 @@ def current():
 @pytest.fixture
 def log(monkeypatch, current):
     """Return the launches, in order."""
-    with noted_launches(monkeypatch, current, CACHES, [call_cache, cached]) as launches:
+    with noted_launches(monkeypatch, current, CACHES, [call_cache, cached, routing]) as launches:
         yield launches
 
 
@@ -406,3 +406,75 @@ def test_copies_have_no_addresses_of_the_original(log, new, copied):
     batch.run(backend, weights)
     assert batch.routing.chosen and copied(batch.routing).chosen is None
     assert len(copied(backend.routed_calls)) == 0
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("tokens", [7, 600])
+def test_a_repeated_sort_launches_the_same(log, new, monkeypatch, tokens, mapped):
+    """For another choice, at other addresses, and another plan."""
+    backend = new()
+    batches = [Batch(backend, tokens, seed) for seed in range(4)]
+    made = batches[0].routing
+    expert_map = torch.arange(EXPERTS, dtype=torch.int32) if mapped else None
+
+    def sort(batch, ids=None):
+        log.clear()
+        ids = batch.ids.int() if ids is None else ids
+        given = (batch.routing.plan, ids, batch.factors, EXPERTS, expert_map)
+        assert backend.prepare_experts(*given, out=made) is made
+        assert made.plan is batch.routing.plan
+        return [
+            (launch.name, launch.grid, launch.stream, launch.arguments[:4], launch.arguments[4:])
+            for launch in log
+        ], [each.data_ptr() for each in (ids, batch.factors, expert_map if mapped else ids)]
+
+    for batch in batches[:2]:
+        sort(batch)
+    slow = routing._launches
+    monkeypatch.setattr(routing, "_launches", lambda *_: pytest.fail("not repeated"))
+    repeated, given = sort(batches[2])
+    slots = batches[2].routing.plan.token_slots().data_ptr()
+    assert repeated[0][3] == [*given, slots]
+    monkeypatch.setattr(routing, "_launches", slow)
+    made.sorters = None
+    expected, given = sort(batches[2])
+    assert expected[0][3] == [*given, slots]
+    assert len(repeated) == len(expected) == (1 if tokens == 7 else 2)
+    for first, second in zip(repeated, expected, strict=True):
+        assert (*first[:3], first[4]) == (*second[:3], second[4])
+    assert repeated[1:] == expected[1:]
+
+
+def test_a_choice_of_another_kind_is_sorted_in_full(log, new):
+    backend = new()
+    batch = Batch(backend)
+    made, plan = batch.routing, batch.routing.plan
+    for _ in range(2):
+        backend.prepare_experts(plan, batch.ids, batch.factors, EXPERTS, out=made)
+    unaligned = torch.zeros(15, dtype=torch.int64)[1:].view(7, TOP_K)
+    strided = torch.zeros(7, 2 * TOP_K, dtype=torch.int64)[:, ::2]
+    for ids in (batch.ids.int(), strided, unaligned):
+        log.clear()
+        backend.prepare_experts(plan, ids, batch.factors, EXPERTS, out=made)
+        ((_, _, arguments, _, _),) = log
+        assert arguments[0] == ids.data_ptr()
+        assert arguments[arguments.index(batch.ids.numel()) :][1:3] == [*ids.stride()]
+    log.clear()
+    with backend.recording() as recorded:
+        backend.prepare_experts(plan, batch.ids, batch.factors, EXPERTS, out=made)
+    assert not log and len(recorded.kernels) == 1
+
+
+def test_a_copied_routing_sorts_into_its_own_memory(log, new):
+    backend = new()
+    batch = Batch(backend)
+    for _ in range(2):
+        backend.prepare_experts(
+            batch.routing.plan, batch.ids, batch.factors, EXPERTS, out=batch.routing
+        )
+    copied = copy.deepcopy(batch.routing)
+    log.clear()
+    backend.prepare_experts(copied.plan, batch.ids, batch.factors, EXPERTS, out=copied)
+    ((_, _, arguments, _, _),) = log
+    assert copied.order.data_ptr() in arguments
+    assert batch.routing.order.data_ptr() not in arguments

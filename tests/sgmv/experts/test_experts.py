@@ -64,7 +64,7 @@ def launched(monkeypatch):
 
     def launch_and_note(call, found, h, to):
         rows.append(tuple(kernel.constants["SITE"].ROWS for kernel in (found.shrink, found.expand)))
-        launch_expand(call, found, h, to)
+        return launch_expand(call, found, h, to)
 
     monkeypatch.setattr(launch, "launch_expand", launch_and_note)
     return rows
