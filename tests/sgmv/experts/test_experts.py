@@ -18,6 +18,7 @@ from lora_backends import (
 from lora_backends.eight_bit import LARGEST
 from lora_backends.sgmv.experts import launch, routing, rules
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape
+from lora_backends.sgmv.launching.driver import DriverKernel
 from lora_backends.sgmv.tiles.gpu import H200, Gpu
 from lora_backends.sgmv.tiles.sizes import TMA_BYTES, shrink_bytes
 from lora_backends.testing import ExpertCase
@@ -343,3 +344,37 @@ def test_sizes_fit_the_devices_and_the_kernels(site, tile, each, keys, a_bytes, 
         assert expand.block_r >= site.max_rank
     elif expand.block_r < site.max_rank or site.general:
         assert expand.chunks == 1
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_repeated_calls_add_what_first_ones_do(make, monkeypatch, tokens, shared):
+    """With other values, and a routing that is refilled."""
+    made = make()
+    weights = layer(made.device, rank=16, num_a=2, dtype=torch.bfloat16)
+    if shared:
+        weights = dataclasses.replace(weights, lora_a=weights.lora_a[:, :1].contiguous())
+    routing_kept, seen, launch_kernel = None, [], DriverKernel.launch
+    monkeypatch.setattr(
+        DriverKernel, "launch", lambda *given: seen.append(1) or launch_kernel(*given)
+    )
+    slots = [t % SLOTS for t in range(tokens)]
+    plan = made.prepare_batch(LoRABatch(slots, SLOTS))
+    for step in range(5):
+        ids = torch.randint(-1, EXPERTS, (tokens, TOP_K), device=made.device)
+        factors = torch.rand(tokens, TOP_K, device=made.device)
+        x = torch.randn(tokens, 16, device=made.device, dtype=torch.bfloat16)
+        y = torch.randn(tokens, TOP_K, 48, device=made.device, dtype=torch.bfloat16)
+        other, expected = make(), y.clone()
+        of_other = other.prepare_experts(
+            other.prepare_batch(LoRABatch(slots, SLOTS)), ids, factors, EXPERTS
+        )
+        other.run_experts(x, weights, of_other, expected, weighted=True)
+        seen.clear()
+        routing_kept = made.prepare_experts(plan, ids, factors, EXPERTS, out=routing_kept)
+        made.run_experts(x, weights, routing_kept, y, weighted=True)
+        assert torch.equal(y, expected), step
+    sorts = 1 if tokens * TOP_K <= routing.MOST_COMPARED else 2
+    by_token = 1 if shared else 0
+    assert len(seen) == sorts + by_token + 2 and len(made.routed_calls) == 1
