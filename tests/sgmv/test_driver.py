@@ -298,10 +298,12 @@ def test_kernels_with_tma_are_launched_by_the_driver_for_any_rows(monkeypatch, e
     for rows in (4096, 4020, 4077):
         x, y = drawn(rows, 512), drawn(rows, 6144)
         expected = y.clone()
+        given.clear()
         backend.run_linear(x, weights, plan, y)
+        if rows < 4096:  # both kernels of a repeated call, of which the expand uses TMA
+            by_value = [any(isinstance(a, TensorMap) for a in k._arguments) for k in given]
+            assert by_value == [False, True]
         fresh.run_linear(
             x, weights, fresh.prepare_batch(LoRABatch(slots, 4), capacity=4096), expected
         )
         assert torch.equal(y, expected)
-    kinds = [isinstance(a, TensorMap) for kernel in given for a in kernel._arguments]
-    assert len(given) == 4 and any(kinds), "the last two calls, and one of their kernels uses TMA"
