@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.hf import MultiLoRAModel
+from lora_backends.hf.calls.entries import is_per_token
+from lora_backends.hf.layout.twin import InsteadOf
 from lora_backends.sentence_transformers.marked import Mark, marked, unmarked
 
 
@@ -258,7 +260,7 @@ def _base_of(encoder: Any) -> Any:
     return outer[0]
 
 
-class _Method:
+class _Method(InsteadOf):
     """A replacement for a bound method, with its signature.
 
     It refuses to be copied: a copy of the encoder would run the original's weights through it.
@@ -266,7 +268,7 @@ class _Method:
 
     def __init__(self, original: Callable[..., Any], instead: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)
-        self._instead = instead
+        self.original, self._instead = original, instead
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._instead(*args, **options)
@@ -314,6 +316,12 @@ def _entries(adapters: Any, count: int) -> list[Any]:
             f"adapters {given} for {count} texts\n"
             f"  allowed: one name, blend or None per text, or one for all"
         )
+    for at, entry in enumerate(adapters):
+        if is_per_token(entry):  # the encoder pads and cuts texts
+            raise InvalidInputError(
+                f"adapters[{at}] is {shown(entry)}\n"
+                f"  allowed: an adapter's name, a dict of names to strengths, or None"
+            )
     return list(adapters)
 
 

@@ -29,21 +29,23 @@ BASES = {
     "qwen3": lambda: transformers.Qwen3Model(
         transformers.Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8, pad_token_id=0)
     ),
+    "norms": lambda: BASES["qwen3"](),
     "masked": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
     "classifier": lambda: transformers.BertForSequenceClassification(
         transformers.BertConfig(**SIZES, num_labels=1)
     ),
 }
-TARGETS = {"qwen3": ["q_proj", "o_proj", "up_proj"]}
+TARGETS = {"qwen3": ["q_proj", "o_proj", "up_proj"], "norms": ["q_proj"]}
+SAVED = {  # modules of an adapter's own
+    "classifier": {"modules_to_save": ["classifier"], "task_type": "SEQ_CLS"},
+    "norms": {"modules_to_save": ["norm"]},
+}
 OTHERS = ["query", "value", "output.dense"]
 
 
 def peft_of(base, name, i):
-    options = {"modules_to_save": ["classifier"], "task_type": "SEQ_CLS"}
-    config = peft.LoraConfig(
-        r=2 + 2 * i, target_modules=TARGETS.get(name, OTHERS),
-        **(options if name == "classifier" else {}),
-    )  # fmt: skip
+    targets = TARGETS.get(name, OTHERS)
+    config = peft.LoraConfig(r=2 + 2 * i, target_modules=targets, **SAVED.get(name, {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(base, config)
@@ -138,7 +140,7 @@ def check(found, name, call, alone, adapters=ADAPTERS):
 
 
 @pytest.mark.parametrize("batch_size", [2, 32])
-@pytest.mark.parametrize("name", ["bert", "qwen3", "masked"])
+@pytest.mark.parametrize("name", ["bert", "qwen3", "norms", "masked"])
 def test_every_text_is_embedded_with_its_own_adapter(make, alone, name, batch_size):
     options = {"batch_size": batch_size}
     found = make(name).encode(TEXTS, adapters=ADAPTERS, **options)
@@ -237,6 +239,8 @@ def test_what_is_refused(make, saved):
     for adapters, words in ((["law"], "has 1 entries"), ([None] * 8, "has 8 entries"), (3, "is 3")):
         with pytest.raises(InvalidInputError, match=f"adapters {words} for 9 texts"):
             encoder.encode(TEXTS, adapters=adapters)
+    with pytest.raises(InvalidInputError, match=r"adapters\[1\] is \['law', None\]"):
+        encoder.encode(TEXTS[:2], adapters=["law", ["law", None]])
     with pytest.raises(InvalidInputError, match="lawn"):
         encoder.encode(TEXTS, adapters="lawn")
     with pytest.raises(UnsupportedInputError, match="adapters go with texts"):
@@ -248,6 +252,20 @@ def test_what_is_refused(make, saved):
     with pytest.raises(InvalidInputError, match="no model of sentence-transformers"):
         MultiLoRAEncoder(torch.nn.Linear(2, 2))
     assert np.isfinite(encoder.encode(TEXTS, adapters=ADAPTERS)).all()
+
+
+def test_a_parameter_that_the_model_also_reads_itself_is_refused(make, monkeypatch):
+    kind = transformers.BertForSequenceClassification
+    forward = kind.forward
+
+    def shifted(self, *args, **inputs):
+        output = forward(self, *args, **inputs)
+        output.logits = output.logits + self.classifier.weight.sum()
+        return output
+
+    monkeypatch.setattr(kind, "forward", shifted)
+    with pytest.raises(UnsupportedInputError, match="reads a parameter in another way"):
+        make("classifier")
 
 
 def test_an_encoder_with_two_models_is_refused(saved):

@@ -16,6 +16,15 @@ _LEFT_OUT = ("_compiled_call_impl", "_output_capturing_hooks_installed")
 """The first runs the original; by the second Transformers takes a twin's hooks for installed."""
 
 
+class InsteadOf:
+    """A callable in the place of a module's method, which a twin does not have.
+
+    With it, the twin would run the module.
+    """
+
+    original: Any  # the bound method
+
+
 def twin_of(base: nn.Module) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
     """Return a model that computes the same as `base` in eval mode, and the twin of every module.
 
@@ -53,6 +62,8 @@ def _rebound(value: Any, twins: Mapping[nn.Module, nn.Module]) -> Any:
     def twin(owner: Any) -> Any:
         return twins.get(owner, owner) if isinstance(owner, nn.Module) else owner
 
+    while isinstance(value, InsteadOf):
+        value = value.original
     # A bound method would run the original module.
     if isinstance(value, MethodType):
         return MethodType(value.__func__, twin(value.__self__))
