@@ -27,7 +27,7 @@ EIGHT_BIT = DTYPES[3:]
 SCALE_BYTES = 4  # one float32 scale per row of an 8-bit matrix
 TABLE_BYTES = 8  # the rank and the scaling of one slot at one module
 CACHES = ("cache", "past_key_values", "cache_params")  # names of the cache in a model's output
-_LENGTHS = (64, 128)  # tokens of the two passes whose caches are compared
+_LENGTHS = (64, 128)  # tokens of the two passes whose caches are compared, or fewer in a window
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class _Adapted(NamedTuple):
     lora_a: torch.Tensor  # [rank, in_features]; for E experts [E * rank, in_features]
     lora_b: torch.Tensor  # [out_features, rank]; for E experts [out_features, E * rank]
     is_stacked: bool  # whether the module is a parameter of stacked experts
+    rank: int  # PEFT may give gate and up of experts, which are one matrix, twice the rank
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,11 @@ def read_shapes(
             f"no module of {file} is adapted\n  given: target_modules {target_modules}\n"
             f"  to do: name modules of the model, or use all-linear"
         )
-    matrices = [(module.lora_a, module.lora_b) for module in adapted.values()]
-    stored = partial(_stored_bytes, matrices, max_rank)
+    stored = partial(_stored_bytes, list(adapted.values()), max_rank)
     layers, left_out = _layers(adapted, shared)
+    widest = max((module.rank for module in adapted.values() if module.is_stacked), default=0)
+    if widest > max_rank:
+        notes.append(f"PEFT gives gate and up of experts rank {widest}: set max_expert_rank to it")
     if getattr(base.config, "quantization_config", None) is not None:
         notes.append(f"quantization_config is ignored: weights count as {dtype}")
     return ModelShapes(
@@ -132,7 +135,7 @@ def read_shapes(
         base_parameters=sum(p.numel() for p in weights),
         cache_bytes_per_token=cache,
         adapter_bytes=stored(rank, adapter_dtype),
-        slot_bytes=stored(max_rank, adapter_dtype) + TABLE_BYTES * len(adapted),
+        slot_bytes=stored(max_rank, adapter_dtype, in_slot=True) + TABLE_BYTES * len(adapted),
         file_bytes=stored(rank, dtype),
         layers=layers,
         rank=rank,
@@ -197,10 +200,17 @@ def _watch(base: Any) -> tuple[dict[str, int], float | None, list[str]]:
         if path
     ]
     caches = []
+    window = getattr(base.config.get_text_config(), "sliding_window", None)
+    # Beyond its window a layer's cache does not grow.
+    last = max(2, min(_LENGTHS[1], (window or _LENGTHS[1] + 1) - 1))
+    lengths = (last // 2, last) if last < _LENGTHS[1] else _LENGTHS
     try:
+        if hasattr(base, "set_experts_implementation"):
+            # the default one looks for experts without tokens, which the meta device does not know
+            base.set_experts_implementation("batched_mm")
         with torch.no_grad(), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for tokens in _LENGTHS:
+            for tokens in lengths:
                 output = base(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=True)
                 named = (getattr(output, name, None) for name in CACHES)
                 held = next((cache for cache in named if cache is not None), ())
@@ -214,11 +224,11 @@ def _watch(base: Any) -> tuple[dict[str, int], float | None, list[str]]:
             hook.remove()
     numbers: dict[int, int] = {}
     shared = {path: numbers.setdefault(id(x), len(numbers)) for path, x in inputs.items()}
-    grown = (caches[1] - caches[0]) / (_LENGTHS[1] - _LENGTHS[0])
+    grown = (caches[1] - caches[0]) / (lengths[1] - lengths[0])
     if grown <= 0:
         return shared, None, ["the cache does not grow with the tokens: its size is unknown"]
     notes = []
-    if getattr(base.config.get_text_config(), "sliding_window", None):
+    if window:
         notes.append("layers with a sliding window count as layers with full attention")
     return shared, grown, notes
 
@@ -250,6 +260,14 @@ def _adapted(
             "a plan needs PEFT, which chooses the modules that an adapter touches\n"
             "  to do: pip install 'lora-backends[bench]'"
         ) from error
+    for option, names in (
+        ("target_modules", [target_modules] if isinstance(target_modules, str) else target_modules),
+        ("target_parameters", target_parameters),
+    ):
+        if isinstance(names, str) or not (
+            isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+        ):
+            raise InvalidInputError(f"{option} is {shown(names)}\n  allowed: a list of names")
     modules = target_modules if isinstance(target_modules, str) else list(target_modules)
     if not isinstance(modules, str):
         _check_names("target_modules", modules, dict(base.named_modules()))
@@ -273,17 +291,27 @@ def _adapted(
             held: list[Any] = [getattr(module, name, None) for name in names]
             if held[0] is not None and "default" in held[0]:
                 made = [getattr(each["default"], "weight", each["default"]) for each in held]
-                adapted[path] = _Adapted(made[0], made[1], hasattr(module, "parameter_name"))
+                own: Any = module.r
+                # a router's parameter is a matrix, as that of a linear layer
+                stacked = hasattr(module, "parameter_name") and module.get_param().ndim == 3
+                adapted[path] = _Adapted(made[0], made[1], stacked, own["default"])
     return adapted
 
 
 def _stored_bytes(
-    matrices: Sequence[tuple[torch.Tensor, torch.Tensor]], made_rank: int, rank: int, dtype: str
+    modules: Sequence[_Adapted], made_rank: int, rank: int, dtype: str, in_slot: bool = False
 ) -> int:
-    """Return the bytes, scales included, of A and B that were made with another rank."""
-    # One axis of every matrix is proportional to the rank.
-    values = sum(a.numel() + b.numel() for a, b in matrices) * rank // made_rank
-    scales = sum(len(a) * rank // made_rank + b.numel() // made_rank for a, b in matrices)
+    """Return the bytes, scales included, of A and B that were made with another rank.
+
+    In a slot, the stacks of experts have room for the largest rank of any of them.
+    """
+    widest = max((module.rank for module in modules if module.is_stacked), default=0)
+    values = scales = 0
+    for a, b, is_stacked, own in modules:
+        # One axis of both matrices is proportional to the rank.
+        wide = widest if in_slot and is_stacked else own
+        values += (a.numel() + b.numel()) * wide * rank // (own * made_rank)
+        scales += len(a) * wide * rank // (own * made_rank) + b.numel() // own
     scale_bytes = SCALE_BYTES * scales if dtype in EIGHT_BIT else 0
     return int(getattr(torch, dtype).itemsize) * values + scale_bytes
 

@@ -77,6 +77,40 @@ def test_bytes_of_experts(config_of):
     assert within(2 * (planned.slot_bytes - 8 * 6), report.stack_bytes)
 
 
+def test_experts_of_all_linear_have_stacks_of_their_widest_rank(config_of):
+    import peft
+
+    planned = read_shapes(config_of(mixtral()), 4, dtype="float32")
+    adapted = MultiLoRAModel(mixtral(), "torch_ref", 2, 4, max_expert_rank=8)
+    config = peft.LoraConfig(r=4, target_modules="all-linear")
+    adapted.add_adapter("a", peft.get_peft_model(mixtral(), config))
+    report = adapted.pool.report("a")
+    # q, k, v, o, a router and two parameters of experts in each of two layers
+    assert within(2 * (planned.slot_bytes - 8 * 14), report.stack_bytes)
+    assert within(planned.adapter_bytes, report.nbytes)
+    assert any("max_expert_rank" in note for note in planned.notes)
+    assert (16, (4,)) in {(layer.in_features, layer.output_slices) for layer in planned.layers}
+
+
+def gemma():
+    import transformers
+
+    config = transformers.Gemma2Config(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, sliding_window=16,
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [mixtral, gemma])
+def test_the_cache_of_experts_and_of_small_windows_is_counted(make, config_of):
+    model = make()
+    planned = read_shapes(config_of(model), 4, dtype="float32")
+    cache = model(input_ids=torch.ones(1, 10, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    assert planned.cache_bytes_per_token == held / 10
+
+
 def test_modules_with_one_input_are_one_layer_and_the_cache_is_counted(make_base, config_of):
     model = make_base("llama")
     planned = read_shapes(config_of(model), 4, dtype="float32")
@@ -147,6 +181,8 @@ def test_notes_tell_of_quantised_weights_and_sliding_windows(make_base, tmp_path
         (None, {"adapter_dtype": "int4"}, InvalidInputError, "int8"),
         (None, {"target_modules": ["no_proj"]}, InvalidInputError, "no_proj"),
         (None, {"target_modules": ["q_proj", "no_proj"]}, InvalidInputError, "no_proj"),
+        (None, {"target_modules": None}, InvalidInputError, "target_modules is None"),
+        (None, {"target_parameters": "experts"}, InvalidInputError, "target_parameters is"),
         (None, {"target_parameters": ["experts.up"]}, InvalidInputError, "experts.up"),
     ],
 )
