@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_backends.common.files import as_path, new_file, read_text
-from lora_backends.errors import InvalidInputError
+from lora_backends.errors import InvalidInputError, UnsupportedInputError
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "peft")
 FORMAT = "lora-backends results 2"
@@ -77,6 +77,17 @@ def writable_file(path: Path, option: str) -> Path:
     file = new_file(path, option)
     check_writable(file.absolute().parent, option)
     return file
+
+
+def check_plots(option: str) -> None:
+    """Refuse to plot without matplotlib: plots come last, when minutes of work would be lost."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UnsupportedInputError(
+            f"{option} needs a package that is not installed: {error.name}\n"
+            f"  to do: pip install 'lora-backends[bench]'"
+        ) from error
 
 
 def check_writable(folder: Path, option: str) -> None:

@@ -13,7 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lora_backends.bench import Cell, read_result, summarize
 from lora_backends.bench.job import BenchRun, make_job
-from lora_backends.bench.results import check_writable, layer_name, result_text, writable_file
+from lora_backends.bench.results import (
+    check_plots,
+    check_writable,
+    layer_name,
+    result_text,
+    writable_file,
+)
 from lora_backends.bench.schema import check_cells
 from lora_backends.cli.console import INTERRUPTED, note, output, output_of_plugins_aside, table
 from lora_backends.cli.options import (
@@ -26,7 +32,7 @@ from lora_backends.cli.options import (
     Preset,
 )
 from lora_backends.common.files import as_path
-from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.errors import InvalidInputError
 from lora_backends.operations import DENSE
 
 NOISY_PERCENT = 15
@@ -114,14 +120,7 @@ def _writable(file: Path | None, plot: Path | None) -> tuple[Path | None, Path |
     if file is not None:
         file = writable_file(file, "--output")
     if plot is not None:
-        try:
-            # plots come last, when minutes of measuring would be lost
-            import matplotlib  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise UnsupportedInputError(
-                f"--plot needs a package that is not installed: {error.name}\n"
-                f"  to do: pip install 'lora-backends[bench]'"
-            ) from error
+        check_plots("--plot")
         plot = as_path(plot, "--plot")
         check_writable(plot, "--plot")
     return file, plot

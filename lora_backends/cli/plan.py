@@ -19,6 +19,9 @@ from lora_backends.planning.shapes import read_shapes
 from lora_backends.planning.simulation import Outcome
 from lora_backends.planning.traffic import Traffic
 
+FORMATS = (".svg", ".png", ".pdf")
+"""Suffixes of a plot."""
+
 
 def plan(
     config_json: Annotated[
@@ -84,8 +87,11 @@ def plan(
     waits from a simulation of the pool's own policy. It loads no weights and needs no GPU.
     """
     if plot is not None:
-        from lora_backends.bench.results import writable_file
+        from lora_backends.bench.results import check_plots, writable_file
 
+        check_plots("--plot")
+        if plot.suffix not in FORMATS:
+            raise InvalidInputError(f"--plot is {plot}\n  allowed: a file *{', *'.join(FORMATS)}")
         plot = writable_file(plot, "--plot")
     if cpu_gb is not None:
         check_number("--cpu-gb", cpu_gb, least=0, most=1e9)

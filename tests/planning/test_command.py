@@ -57,6 +57,7 @@ def test_json_has_the_same_numbers(run):
         (["--cpu-gb", "nan"], "--cpu-gb is nan"),
         (["--adapters", "10000000000"], "adapters is 10000000000"),
         (["--rate", "0"], "rate is 0"),
+        (["--plot", "plan.foo"], "*.svg, *.png"),
         (["--target-modules", "nothing"], "nothing"),
     ],
 )
