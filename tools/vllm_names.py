@@ -37,9 +37,11 @@ NAMES = {
     "lora/layers/fused_moe.py": [
         *(
             f"FusedMoEWithLoRA.{name}"
-            for name in ("w13_lora_a_stacked", "w2_lora_a_stacked", "local_num_experts")
+            for name in (
+                *("local_num_experts", "moe_config"),
+                *("w13_lora_a_stacked", "w2_lora_a_stacked"),
+            )
         ),
-        *(f"FusedMoEWithLoRA.{name}" for name in ("moe_config", "fully_sharded", "tp_size")),
     ],
     "lora/layers/logits_processor.py": ["LogitsProcessorWithLoRA.sharded_to_full_mapping"],
     "lora/layers/vocab_parallel_embedding.py": ["VocabParallelEmbeddingWithLoRA.lora_a_stacked_2d"],

@@ -50,7 +50,7 @@ def test_ranks_per_slice_and_layer_are_the_adapters_own(engine, expect):
     by_end = {}
     for name, module in engine.manager.modules.items():
         layer = module.lora_backends_layers[0]
-        by_end[name.rsplit(".", 1)[-1]] = layer.b.ranks[slot].tolist()
+        by_end[name.rsplit(".", 1)[-1]] = layer.weights.ranks[slot].tolist()
     assert by_end["qkv_proj"] == [0, 2, 0]
     assert by_end["o_proj"] == [2]
     assert by_end["gate_up_proj"] == [0, 0]

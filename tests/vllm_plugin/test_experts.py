@@ -37,8 +37,6 @@ def make_module_of_experts(shared=False, slices=2, **more):
         local_num_experts=EXPERTS,
         use_ep=False,
         moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=1)),
-        fully_sharded=False,
-        tp_size=1,
         set_lora=lambda index, lora_a, lora_b: None,
         reset_lora=lambda index: None,
     )
@@ -266,13 +264,10 @@ def test_a_batch_without_adapters_runs_nothing(wrapper, x):
     ids, weights = torch.arange(len(IDS)), torch.ones(len(IDS), TOP_K)
     y, two = torch.ones(len(IDS), sum(SLICES)), torch.ones(len(IDS), TOP_K, 2 * INNER)
     second, inner = torch.ones(len(IDS), TOP_K, HIDDEN), torch.ones(len(IDS) * TOP_K, INNER)
-    h = torch.zeros(len(SLICES), len(IDS), RANK)
 
     def step():
         stacks = linear.lora_a_stacked, linear.lora_b_stacked
         wrapper.add_lora_linear(y, x, *stacks, 1.0, SLICES)
-        wrapper.add_shrink(h, x, stacks[0], 1.0)
-        wrapper.add_expand(y, h, stacks[1], SLICES, add_inputs=True)
         wrapper.add_lora_logits(y, x, stacks[0][0], stacks[1][0], 1.0)
         embedding.forward(ids)
         first = mixture.w13_lora_a_stacked, mixture.w13_lora_b_stacked
@@ -317,16 +312,7 @@ def test_experts_without_an_adapter_add_nothing(wrapper, x):
     assert y.eq(1).all()
 
 
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        ({"moe_config": DATA_PARALLEL}, "data-parallel"),
-        ({"fully_sharded": True, "tp_size": 2}, "fully_sharded_loras"),
-    ],
-)
-def test_experts_that_are_not_taken_over_stay_with_vllms_wrapper(
-    wrapper, x, monkeypatch, more, reason
-):
+def test_experts_of_data_parallel_processes_stay_with_vllms_wrapper(wrapper, x, monkeypatch):
     own = SimpleNamespace(update_metadata=lambda *args, **kwargs: seen.append(args))
     own.add_lora_w13 = lambda *args, **kwargs: ("own", len(args))
     own.token_mapping_meta = "vLLM's own"
@@ -342,8 +328,8 @@ def test_experts_that_are_not_taken_over_stay_with_vllms_wrapper(
         "lora_backends.integrations.vllm.plugin.logger",
         lambda: SimpleNamespace(warning_once=lambda text, *args: logged.append(text % args)),
     )
-    module = make_experts(wrapper, **more)
-    assert reason in logged[0] and len(logged) == 1
+    module = make_experts(wrapper, moe_config=DATA_PARALLEL)
+    assert "data-parallel" in logged[0] and len(logged) == 1
     assert seen[0][1] == INDEX_TO_ID, "it takes the batch of now"
     stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
     y = torch.ones(len(IDS), TOP_K, 2 * INNER)

@@ -77,7 +77,8 @@ class Model:
         self.wrappers = wrappers
         self.tower = make_module(wrappers["tower"])
         self.connector = make_module(wrappers["connector"])
-        self.embedding = make_module(wrappers["language"], slices=(12,))
+        table = torch.ones(SLOTS * 2, RANK)  # of two tokens
+        self.embedding = make_module(wrappers["language"], slices=(12,), lora_a_stacked_2d=table)
 
     def get_mm_mapping(self):
         return SimpleNamespace(connector=["connector"], tower_model=["tower"])
@@ -93,9 +94,10 @@ class Model:
         return y
 
     def embed_multimodal(self, pixels):
-        separator = torch.ones(3, 12)
-        stack = self.embedding.lora_b_stacked[0]
-        self.wrappers["language"].add_lora_embedding(separator, torch.ones(3, RANK), stack)
+        from lora_backends.integrations.vllm import operation
+
+        separator, ids = torch.ones(3, 12), torch.ones(3, dtype=torch.int64)
+        operation.run(separator, ids, self.embedding.lora_b_stacked[0], operation.TOKENS)
         assert separator.eq(1).all(), "what an encoder embeds belongs to no row of the batch"
         images = [torch.cat([each.view(-1, WIDTH), each.view(-1, WIDTH)[:1]]) for each in pixels]
         counts = [len(each) for each in images]
@@ -202,6 +204,8 @@ def encode_with_the_second_runner(model, manager, features):
 @pytest.mark.parametrize("encode", [encode_with_the_first_runner, encode_with_the_second_runner])
 def test_items_of_an_encoder_have_their_requests_adapter(wrappers, manager, encode):
     """Of several modalities and shapes, so that vLLM runs the encoder several times."""
+    from lora_backends.integrations.vllm import operation
+
     model = Model(wrappers)
     features = [
         SimpleNamespace(
@@ -217,8 +221,8 @@ def test_items_of_an_encoder_have_their_requests_adapter(wrappers, manager, enco
         found = encode(model, manager, features)
         for i, (_, id_, _) in enumerate(ITEMS):
             torch.testing.assert_close(found[i], wanted(model, features[i].data, id_))
-    separator, stack = torch.ones(8, 12), model.embedding.lora_b_stacked[0]
-    wrappers["language"].add_lora_embedding(separator, torch.ones(8, RANK), stack)
+    separator, ids = torch.ones(8, 12), torch.ones(8, dtype=torch.int64)
+    operation.run(separator, ids, model.embedding.lora_b_stacked[0], operation.TOKENS)
     assert separator[0].ne(1).any() and separator[1].eq(1).all(), "and the batch has its own again"
 
 

@@ -310,7 +310,9 @@ def test_a_strength_of_dora_scales_its_delta_alone(engine, blend, tiny, adapters
     half = blend("ranks*0.5", 61)
     engine.llm.llm_engine.add_lora(half)
     other = engine.manager.lora_index_to_id.index(61)
-    layer = engine.manager.modules["model.layers.0.self_attn.qkv_proj"].lora_backends_layers[0].b
+    layer = (
+        engine.manager.modules["model.layers.0.self_attn.qkv_proj"].lora_backends_layers[0].weights
+    )
     assert torch.equal(layer.output_scales[slot], layer.output_scales[twin])
     assert torch.equal(layer.output_scales[other], layer.output_scales[twin])
     assert torch.allclose(layer.b_of(0)[other], 0.5 * layer.b_of(0)[twin])

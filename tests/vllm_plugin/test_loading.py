@@ -282,10 +282,10 @@ def test_dora_needs_room_in_captured_graphs(wrapper, monkeypatch):
         set_factors(module, 1, 0, factors)
     monkeypatch.setenv("LORA_BACKENDS_VLLM_FACTORS", "1")
     module = make_module(wrapper())
-    b = module.lora_backends_layers[0].b
+    b = module.lora_backends_layers[0].weights
     assert b.output_scales.eq(1).all() and b.bias.eq(0).all()
     set_factors(module, 1, 0, factors)
-    assert module.lora_backends_layers[0].b is b, "graphs read the tensors of the start"
+    assert module.lora_backends_layers[0].weights is b, "graphs read the tensors of the start"
     assert b.output_scales[1, :width].eq(2).all() and b.output_scales[1, width:].eq(1).all()
     assert b.bias[1, :width].eq(1).all() and b.bias[0].eq(0).all()
     module.reset_lora(1)

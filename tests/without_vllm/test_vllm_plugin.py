@@ -12,12 +12,10 @@ from lora_backends import (
     BackendUnavailableError,
     InvalidInputError,
     UnsupportedInputError,
-    get_backend,
 )
 from lora_backends.common.names import VLLM_VARIABLE
 from lora_backends.integrations.plans import Plans
-from lora_backends.integrations.vllm import operation
-from lora_backends.integrations.vllm.layers import adopt, true_ranks
+from lora_backends.integrations.vllm.layers import true_ranks
 from lora_backends.integrations.vllm.plugin import backend_asked_for, check_settings, check_version
 
 
@@ -179,18 +177,3 @@ def test_a_batch_without_adapters_is_idle():
     assert plans.is_idle
     plans.set_slots([-1, 0])
     assert not plans.is_idle
-
-
-def test_an_expand_beyond_the_last_column_of_y_is_refused():
-    plans = Plans(get_backend("torch_ref", device="cpu"), num_slots=2, capacity=8)
-    a, b = torch.ones(2, 1, 4, 16), torch.ones(2, 1, 12, 4)
-    module = SimpleNamespace(lora_a_stacked=(a,), lora_b_stacked=(b,))
-    module.set_lora = module.reset_lora = lambda *_: None
-    adopt(module, SimpleNamespace(tokens=plans, has_factors=False))
-    module.set_lora(0, [a[0, 0]], [b[0, 0]])
-    plans.set_slots([0, -1, 0])
-    y, h = torch.zeros(3, 15), torch.ones(1, 3, 4)
-    operation.run(y, h, b, operation.EXPAND, 3)
-    assert y[::2, 3:].eq(4).all() and y.sum() == 2 * 12 * 4
-    with pytest.raises(InvalidInputError, match="base_output"):
-        operation.run(y[:, 3:], h, b, operation.EXPAND, 3)

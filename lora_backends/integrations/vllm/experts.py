@@ -238,8 +238,6 @@ def _not_taken_over(module: Any) -> str:
             "experts of several data-parallel processes: the slots of tokens from others are on "
             "the device alone"
         )
-    if module.fully_sharded and module.tp_size > 1:
-        return "fully sharded experts (fully_sharded_loras)"
     stacks = module.w13_lora_a_stacked
     if len({(stack.shape, stack.dtype) for stack in stacks}) > 1:
         return "experts whose A of gate and up differ in shape"

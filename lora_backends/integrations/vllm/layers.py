@@ -24,13 +24,11 @@ Ranks: TypeAlias = Callable[[Any, int], list[int]]
 
 @dataclass(eq=False)
 class AdoptedLayer:
-    """One LoRA layer of vLLM. Where A is sharded by rank, its half has other ranks than B's."""
+    """One LoRA layer of vLLM."""
 
-    a: LoRAWeights | None  # the half that shrinks, or both; None where vLLM shrinks by itself
-    b: LoRAWeights | None  # the half that expands, or both; None where there is no B
+    weights: LoRAWeights  # without A for an embedding, without B for a head that replaces rows
     wrapper: Any  # the `BackendWrapper` whose batch the layer runs on
     table: torch.Tensor | None = None  # [slots * vocabulary, max_rank]: an embedding's A
-    first_rank: int = 0  # of the adapter's ranks, the first that the A of this process holds
     ranked: set[int] = field(default_factory=set)  # slots whose adapter has a rank above 0 here
     is_called: bool = False  # whether the model has called the layer
     prepared: set[tuple[int, int]] = field(default_factory=set)  # rows and active slots whose
@@ -41,29 +39,29 @@ class AdoptedLayer:
 
         Scales and biases of the slot are reset.
         """
+        weights = self.weights
         self.ranked.discard(slot)
-        if self.b is not None and self.b.bias is not None and self.b.output_scales is not None:
-            self.b.bias[slot].fill_(0)
-            self.b.output_scales[slot].fill_(1)
+        if weights.bias is not None and weights.output_scales is not None:
+            weights.bias[slot].fill_(0)
+            weights.output_scales[slot].fill_(1)
         if any(ranks):
             self.ranked.add(slot)
-        if self.b is not None:
-            _write(self.b, slot, ranks)
-        if self.a is not None and self.a is not self.b:
-            _write(self.a, slot, [rank - self.first_rank for rank in ranks])
+        # fills, not copies from the host, which would wait for the device
+        weights.scalings[slot].fill_(1)  # vLLM's sleep of level 2 discards all but its stacks
+        for s, rank in enumerate(ranks):
+            weights.ranks[slot, s].fill_(min(rank, weights.max_rank))
 
     def make_factors(self) -> None:
         """Give the layer an output scale and a bias for each slot, 1 and 0."""
-        b = self.b
-        if b is None or b.output_scales is not None:
+        weights = self.weights
+        if weights.output_scales is not None:
             return
         # vLLM loads adapters in inference mode, and outside of it; only plain tensors take both
         with torch.inference_mode(False):
-            shape = b.num_slots, b.out_features
-            scales = torch.ones(shape, dtype=torch.float32, device=b.device)
-            factors = replace(b, output_scales=scales, bias=torch.zeros_like(scales))
-        self.a = factors if self.a is b else self.a
-        self.b = factors
+            shape = weights.num_slots, weights.out_features
+            scales = torch.ones(shape, dtype=torch.float32, device=weights.device)
+            bias = torch.zeros_like(scales)
+            self.weights = replace(weights, output_scales=scales, bias=bias)
         self.prepared.clear()
 
 
@@ -93,19 +91,15 @@ def adopt(module: Any, wrapper: Any) -> None:
         UnsupportedInputError: its stacks have another layout.
     """
     a, b = _stacks(module, "lora_a_stacked"), _stacks(module, "lora_b_stacked")
-    if not b:
+    table = getattr(module, "lora_a_stacked_2d", None)
+    # other ranks in A than in B: sharded by rank, see `plugin.keep_whole`
+    if not b or (a and a[0].shape[2] != b[0].shape[3]) or not (a or table is not None):
+        shapes = [list(each.shape) for each in (*a, *b)]
         raise UnsupportedInputError(
-            f"the LoRA layer {type(module).__name__} keeps no lora_b_stacked that can be read"
+            f"the LoRA layer {type(module).__name__} keeps its matrices in an unknown layout\n"
+            f"  given: lora_a_stacked and lora_b_stacked of {shapes}"
         )
-    # equal ranks: this process holds both halves of every rank
-    if a and a[0].shape[2] == b[0].shape[3]:
-        both = _weights(a, b)
-        layer = AdoptedLayer(both, both, wrapper)
-    else:
-        layer = AdoptedLayer(_weights(a, ()) if a else None, _weights((), b), wrapper)
-        if a:  # fully sharded: this process holds some ranks of A, and all of B
-            layer.first_rank = module.tp_rank * a[0].shape[2]
-    layer.table = getattr(module, "lora_a_stacked_2d", None)
+    layer = AdoptedLayer(_weights(a, b), wrapper, table)
     module.lora_backends_layers = [layer]
     if wrapper.has_factors:
         layer.make_factors()
@@ -114,7 +108,7 @@ def adopt(module: Any, wrapper: Any) -> None:
             _LAYERS[stacks[0].data_ptr()] = layer
     full = _stacks(module, "full_weight_stacked")
     if full:  # a classification head that an adapter replaces; shrunk by, like an A
-        head = AdoptedLayer(_weights(full, ()), None, wrapper)
+        head = AdoptedLayer(_weights(full, ()), wrapper)
         module.lora_backends_layers.append(head)
         _LAYERS[full[0].data_ptr()] = head
 
@@ -153,12 +147,12 @@ def check_factors(module: Any) -> AdoptedLayer:
     """
     layer: AdoptedLayer = module.lora_backends_layers[0]
     backend = layer.wrapper.tokens.backend
-    if layer.b is None or features.OUTPUT_SCALES not in backend.features:
+    if features.OUTPUT_SCALES not in backend.features:
         raise UnsupportedInputError(
             f"DoRA and lora_bias cannot run here\n  given: backend {backend.name!r}, "
             f"{type(module).__name__}\n  to do: choose another backend"
         )
-    if layer.b.output_scales is None and layer.wrapper.captures_graphs:
+    if layer.weights.output_scales is None and layer.wrapper.captures_graphs:
         raise UnsupportedInputError(
             f"DoRA and lora_bias need room in the captured CUDA graphs\n"
             f"  to do: set {VLLM_FACTORS_VARIABLE}=1, or pass enforce_eager=True to vLLM"
@@ -180,17 +174,17 @@ def set_factors(module: Any, slot: int, piece: int | None, factors: Any) -> None
     """
     layer = check_factors(module)
     layer.make_factors()
-    assert layer.b is not None
+    weights = layer.weights
     row = getattr(module, "tp_size", 1) > 1 and hasattr(module.base_layer, "input_is_parallel")
     for table, values in (
-        (layer.b.output_scales, factors.scales),
-        (layer.b.bias, factors.bias),
+        (weights.output_scales, factors.scales),
+        (weights.bias, factors.bias),
     ):
         if values is None or table is None:
             continue
-        if table is layer.b.bias and row and module.tp_rank > 0:
+        if table is weights.bias and row and module.tp_rank > 0:
             continue  # one process adds the bias, so the sum over processes has it once
-        mine, first = _share(module, values[:, None], piece, layer.b.output_slices)
+        mine, first = _share(module, values[:, None], piece, weights.output_slices)
         table[slot, first : first + mine.shape[0]].copy_(mine[:, 0])
 
 
@@ -256,12 +250,3 @@ def _weights(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> LoRAWe
         scalings=torch.ones(shape, dtype=torch.float32, device=device),
         output_slices=tuple(stack.shape[1] for stack in widest),
     )
-
-
-def _write(weights: LoRAWeights, slot: int, ranks: Sequence[int]) -> None:
-    # fills, not copies from the host, which would wait for the device
-    weights.scalings[slot].fill_(
-        1
-    )  # vLLM's sleep of level 2 discards tensors other than its stacks
-    for s, rank in enumerate(ranks):
-        weights.ranks[slot, s].fill_(min(max(rank, 0), weights.max_rank))

@@ -14,7 +14,6 @@ import torch
 
 from lora_backends.common.devices import is_capturing
 from lora_backends.dispatch.tracing import is_traced
-from lora_backends.errors import InvalidInputError
 from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm import inputs
 from lora_backends.integrations.vllm.layers import AdoptedLayer, as_stored, find
@@ -24,56 +23,45 @@ NAMESPACE = "lora_backends_vllm"
 LINEAR = "linear"  # y += LoRA of x, for the batch's tokens
 LOGITS = "logits"  # the same for the rows that are sampled
 PROMPT = "prompt"  # the same for rows whose adapters vLLM does not announce, as of a prompt
-SHRINK = "shrink"  # y = h of x
-EXPAND = "expand"  # y[:, offset:] += LoRA of h, which is x
 TOKENS = "tokens"  # y += LoRA of an embedding, whose token ids are x; an encoder may use it
-EMBEDDING = "embedding"  # the same for rows of its A, which are x
-FULL = "full"  # y = x times a whole matrix of the adapter, for the rows that are sampled
+SHRINK = "shrink"  # y = x times a whole matrix of the adapter, for the batch's tokens
+FULL = "full"  # the same for the rows that are sampled
 
 UNQUANTIZED = "UnquantizedLinearMethod"
 TORCH_LINEAR = "default_unquantized_gemm"
 """vLLM's names for weights that are not quantized, and for their product by torch."""
 
 
-def run(
-    y: torch.Tensor, x: torch.Tensor, stack: torch.Tensor, operation: str, offset: int = 0
-) -> None:
+def run(y: torch.Tensor, x: torch.Tensor, stack: torch.Tensor, operation: str) -> None:
     """Run a layer's operation on y, in place.
 
     Args:
-        y: [rows, columns], or h [num_slices, rows, rank] of a shrink.
-        x: [rows, in_features], or h of an expand.
+        y: [rows, columns], or [1, rows, out_features] for a whole matrix.
+        x: [rows, in_features], or token ids [rows].
         stack: the first A or B of the layer.
         operation: one of the names above.
-        offset: the first column of y that an expand adds to.
     """
     if is_traced():
-        torch.ops.lora_backends_vllm.run(y, x, stack, operation, offset)
+        torch.ops.lora_backends_vllm.run(y, x, stack, operation)
     else:
-        _run(y, x, stack, operation, offset)
+        _run(y, x, stack, operation)
 
 
-def _run(
-    y: torch.Tensor, x: torch.Tensor, stack: torch.Tensor, operation: str, offset: int
-) -> None:
-    _run_layer(find(stack), y, x, operation, offset)
+def _run(y: torch.Tensor, x: torch.Tensor, stack: torch.Tensor, operation: str) -> None:
+    _run_layer(find(stack), y, x, operation)
 
 
-def _run_layer(
-    layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, operation: str, offset: int = 0
-) -> None:
+def _run_layer(layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, operation: str) -> None:
     wrapper = layer.wrapper
     layer.is_called = wrapper.was_run = True
     plans = wrapper.sampled if operation in (LOGITS, FULL) else wrapper.tokens
     plans = wrapper.prompt if operation == PROMPT else plans
     if not layer.ranked and _is_by_itself(operation, x, plans):
         return
-    if operation in (EMBEDDING, TOKENS) and inputs.is_encoding():
+    if operation == TOKENS and inputs.is_encoding():
         return  # a token that an encoder adds, as between images, belongs to no row of the batch
-    if operation in (SHRINK, FULL):
-        _shrink(layer, y, x, plans)
-    elif not plans.is_idle:
-        _add(layer, y, x, plans, operation, offset)
+    if not plans.is_idle:
+        _compute(layer, y, x, plans, operation)
 
 
 def _is_by_itself(operation: str, x: torch.Tensor, plans: Plans) -> bool:
@@ -84,30 +72,21 @@ def _is_by_itself(operation: str, x: torch.Tensor, plans: Plans) -> bool:
     return is_linear or operation in (LOGITS, PROMPT)
 
 
-def _shrink(layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, plans: Plans) -> None:
-    if layer.a is None:
-        raise InvalidInputError("vLLM shrinks with a layer that has no lora_a_stacked")
-    if not plans.is_idle:
-        plans.backend.run_lora_a(as_stored(x, layer.a), layer.a, plans.of(x.shape[0]), out=y)
-
-
-def _add(
-    layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, plans: Plans, operation: str, offset: int
+def _compute(
+    layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, plans: Plans, operation: str
 ) -> None:
-    if layer.b is None:
-        raise InvalidInputError("vLLM expands with a layer that has no lora_b_stacked")
-    columns = layer.b.out_features
-    if offset or y.shape[1] != columns:  # logits may be padded to a wider table
-        y = y[:, offset : offset + columns]
-    backend = plans.backend
+    weights, backend, plan = layer.weights, plans.backend, plans.of(x.shape[0])
+    x = as_stored(x, weights)
+    if y.shape[-1] != weights.out_features:  # logits may be padded to a wider table
+        y = y[..., : weights.out_features]
     if operation == TOKENS:
-        x = _gathered(layer, x)
-    if operation in (EXPAND, EMBEDDING, TOKENS):
-        backend.run_lora_b(x, layer.b, plans.of(x.shape[1]), y)
+        backend.run_lora_b(_gathered(layer, x), weights, plan, y)
+    elif operation in (SHRINK, FULL):
+        backend.run_lora_a(x, weights, plan, out=y)
     elif operation in (LOGITS, PROMPT):
-        backend.run_logits(as_stored(x, layer.b), layer.b, plans.of(x.shape[0]), y)
+        backend.run_logits(x, weights, plan, y)
     else:
-        backend.run_linear(as_stored(x, layer.b), layer.b, plans.of(x.shape[0]), y)
+        backend.run_linear(x, weights, plan, y)
 
 
 def trial(
@@ -118,38 +97,31 @@ def trial(
     Args:
         layer: to run.
         plans: their batch must have as many rows.
-        operation: `LINEAR`, `LOGITS`, `SHRINK` or `EXPAND`.
+        operation: `LINEAR`, `LOGITS` or `TOKENS`.
         dtype: of the model; None: that of the layer.
     """
-    half = layer.a if operation == SHRINK else layer.b
-    assert half is not None
-    given = dtype or half.dtype
-
-    def empty(*shape: int, dtype: torch.dtype = given) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=half.device)
+    weights = layer.weights
+    memory: dict[str, Any] = {"dtype": dtype or weights.dtype, "device": weights.device}
 
     def run_empty(rows: int) -> None:
-        h = half.num_slices, rows, half.max_rank
-        if operation == SHRINK:
-            _shrink(layer, empty(*h, dtype=torch.float32), empty(rows, half.in_features), plans)
-        elif operation == EXPAND:
-            x = empty(*h, dtype=torch.float32)
-            _add(layer, empty(rows, half.out_features), x, plans, operation, 0)
+        y = torch.empty(rows, weights.out_features, **memory)
+        if operation == TOKENS:
+            x = torch.zeros(rows, dtype=torch.int64, device=weights.device)
         else:
-            x = empty(rows, half.in_features)
-            _add(layer, empty(rows, half.out_features), x, plans, operation, 0)
+            x = torch.empty(rows, weights.in_features, **memory)
+        _compute(layer, y, x, plans, operation)
 
     return run_empty
 
 
 def _gathered(layer: AdoptedLayer, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the row of A of each token's adapter, [1, tokens, max_rank] float32."""
-    assert layer.table is not None and layer.b is not None
+    assert layer.table is not None
+    num_slots = layer.weights.num_slots
     slots = layer.wrapper._token_lora_indices[
         : token_ids.shape[0]
     ]  # any row where there is no adapter
-    vocabulary = layer.table.shape[0] // layer.b.num_slots
-    rows = slots.clamp(0, layer.b.num_slots - 1) * vocabulary + token_ids
+    rows = slots.clamp(0, num_slots - 1) * (layer.table.shape[0] // num_slots) + token_ids
     return torch.nn.functional.embedding(rows, layer.table).unsqueeze(0).float()
 
 
@@ -176,11 +148,11 @@ def fuse(module: Any) -> None:
     of the LoRA beside it. Weights that are quantized, or that vLLM does not multiply by torch's
     linear, keep their product.
 
-    The method replaced is private; a layer without it, or of one half, keeps what it has. With
-    vLLM's own second stream it is not called.
+    The method replaced is private; a layer without it keeps what it has. With vLLM's own second
+    stream it is not called.
     """
     layer: AdoptedLayer = module.lora_backends_layers[0]
-    if layer.a is not layer.b or not hasattr(module, "_apply_sync"):
+    if not hasattr(module, "_apply_sync"):
         return
     if _owner(module, "_apply_sync") is not _owner(module, "_apply_lora_to_output"):
         return  # it adds LoRA in a way of its own, as to the rows of requests
@@ -253,7 +225,7 @@ def _run_with_base(
     if plans.is_idle:
         return None
     plan = plans.of(x.shape[0])
-    y: torch.Tensor | None = plans.backend.run_with_base(x, weight, bias, layer.b, plan)
+    y: torch.Tensor | None = plans.backend.run_with_base(x, weight, bias, layer.weights, plan)
     return y
 
 
@@ -274,7 +246,7 @@ def _prepare(
 # state nor shapes: nothing but these operations.
 _LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "run(Tensor(a!) y, Tensor x, Tensor stack, str operation, int offset) -> ()",
+    "run(Tensor(a!) y, Tensor x, Tensor stack, str operation) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIBRARY.impl("run", _run, "CompositeExplicitAutograd")

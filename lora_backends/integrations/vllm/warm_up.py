@@ -33,7 +33,7 @@ def _warm_up_after(original: Callable[..., Any], runner: Any, *args: Any, **kwar
 
 
 def _trials(runner: Any) -> list[Trial]:
-    """Return a trial of every LoRA layer of a model runner, or of both halves of it."""
+    """Return a trial of every LoRA layer of a model runner."""
     lora = getattr(runner, "lora_manager", None)
     if lora is None:
         return []
@@ -57,19 +57,21 @@ def _trials_of(module: Any, most_requests: int) -> Iterator[Trial]:
         yield Trial(plans, plans.most_rows, experts.trial(plans, layers, top_k, dtype), kind)
         return
     layer: AdoptedLayer = layers[0]
-    if layer.a is layer.b:
-        name, most = operation.LINEAR, plans.most_rows
-        if hasattr(module, "sharded_to_full_mapping") or hasattr(module, "full_weight_stacked"):
-            name, plans = operation.LOGITS, wrapper.sampled
-            most = min(most_requests, plans.most_rows)
-        parts = [(layer.b, name)]
-    else:
-        most = plans.most_rows
-        parts = [(layer.a, operation.SHRINK), (layer.b, operation.EXPAND)]
-    for half, name in parts:
-        if half is not None:
-            call, kind = operation.trial(layer, plans, name, dtype), (name, _kind(half))
-            yield Trial(plans, most, call, kind, pads=layer.a is not layer.b)
+    name, most = operation.LINEAR, plans.most_rows
+    if layer.table is not None:
+        name = operation.TOKENS
+    elif _is_head(module):
+        name, plans = operation.LOGITS, wrapper.sampled
+        most = min(most_requests, plans.most_rows)
+    call, kind = operation.trial(layer, plans, name, dtype), (name, _kind(layer.weights))
+    yield Trial(plans, most, call, kind, pads=layer.table is not None)
+
+
+def _is_head(module: Any) -> bool:
+    """Return whether a layer runs on the sampled rows; a head of every token does not."""
+    if hasattr(module, "full_weight_stacked"):  # a classification head
+        return not hasattr(module, "get_output_num_labels")
+    return hasattr(module, "sharded_to_full_mapping")
 
 
 def _kind(weights: Any) -> tuple[Any, ...]:

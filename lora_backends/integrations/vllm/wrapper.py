@@ -193,55 +193,12 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         scale: float,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Write h of x into y, [num_slices, tokens, ranks of this process] float32.
+        """Write x times each token's whole head into y, [1, tokens, labels] float32.
 
-        vLLM passes zeros, which stay where no row has an adapter.
+        Token classification calls it, with zeros that stay where a token has no adapter.
         """
         _check_plain(scale)
         run(y, _rows(x), lora_a_stacked[0], operation.SHRINK)
-        return y
-
-    def add_expand(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        output_slices: tuple[int, ...],
-        offset_start: int = 0,
-        add_inputs: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Expand h, which vLLM passes as x, into the columns of y from `offset_start` on."""
-        self._clear(y, output_slices, offset_start, add_inputs, kwargs)
-        run(_rows(y), x, lora_b_stacked[0], operation.EXPAND, offset_start)
-        return y
-
-    @staticmethod
-    def _clear(
-        y: torch.Tensor,
-        output_slices: tuple[int, ...],
-        offset: int,
-        add_inputs: bool,
-        more: dict[str, Any],
-    ) -> None:
-        if not (add_inputs and more.get("add_input", True)):  # callers write the second name
-            y.narrow(-1, offset, sum(output_slices)).zero_()
-
-    def add_lora_embedding(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_b_stacked: torch.Tensor,
-        add_inputs: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Add the LoRA of an embedding to y; x holds the rows of A that vLLM has gathered.
-
-        Nothing is added to tokens that the encoder of a multimodal model embeds by itself.
-        """
-        self._clear(y, (y.shape[-1],), 0, add_inputs, kwargs)
-        h = x.unsqueeze(0).to(torch.float32)
-        run(_rows(y), h, lora_b_stacked, operation.EMBEDDING)
         return y
 
     def apply_lora_full_linear(

@@ -17,12 +17,12 @@ def mapping(tokens, prompts=None, prefill=True):
     return LoRAMapping(tuple(tokens), tuple(tokens if prompts is None else prompts), prefill)
 
 
-def make_module(wrapper, slices=SLICES, rank=RANK, shards=1, shard=0, **more):
+def make_module(wrapper, slices=SLICES, rank=RANK, **more):
     """Return a module with random stacks and the methods that the plug-in follows."""
     from lora_backends.integrations.vllm import layers
 
     generator = torch.Generator().manual_seed(1)
-    a = tuple(torch.zeros(SLOTS, 1, rank // shards, WIDTH) for _ in slices)
+    a = tuple(torch.zeros(SLOTS, 1, rank, WIDTH) for _ in slices)
     b = tuple(torch.zeros(SLOTS, 1, width, rank) for width in slices)
 
     def reset_lora(index):
@@ -33,12 +33,11 @@ def make_module(wrapper, slices=SLICES, rank=RANK, shards=1, shard=0, **more):
         module.reset_lora(index)
         for i, (each_a, each_b) in enumerate(zip(lora_a, lora_b, strict=True)):
             if each_a is not None:
-                part = each_a[shard * rank // shards : (shard + 1) * rank // shards]
-                a[i][index, 0, : part.shape[0]] = part
+                a[i][index, 0, : each_a.shape[0]] = each_a
                 b[i][index, 0, :, : each_b.shape[1]] = each_b
 
     module = SimpleNamespace(
-        lora_a_stacked=a, lora_b_stacked=b, set_lora=set_lora, reset_lora=reset_lora, tp_rank=shard
+        lora_a_stacked=a, lora_b_stacked=b, set_lora=set_lora, reset_lora=reset_lora
     )
     vars(module).update(more)
     layers.adopt(module, wrapper)
