@@ -43,6 +43,13 @@ NAMES = {
             )
         ),
     ],
+    "model_executor/layers/fused_moe/config.py": [
+        *(f"FusedMoEConfig.{name}" for name in ("num_experts", "num_local_experts")),
+        *(f"FusedMoEParallelConfig.{name}" for name in ("dp_size", "ep_size", "use_ep")),
+    ],
+    "config/parallel.py": [
+        f"ParallelConfig.{name}" for name in ("enable_eplb", "expert_placement_strategy")
+    ],
     "lora/layers/logits_processor.py": ["LogitsProcessorWithLoRA.sharded_to_full_mapping"],
     "lora/layers/vocab_parallel_embedding.py": ["VocabParallelEmbeddingWithLoRA.lora_a_stacked_2d"],
     "lora/lora_model.py": [

@@ -1,4 +1,4 @@
-"""Prints tokens of engines of two processes, plain and sharded: parallel_engine.py MODEL FOLDER."""
+"""Prints tokens of engines of two processes: parallel_engine.py MODEL ADAPTERS MIXTURES."""
 
 import gc
 import sys
@@ -6,29 +6,52 @@ from pathlib import Path
 
 from helpers.adapters.peft_models import PROMPTS
 from helpers.servers.vllm_engines import ADAPTERS, KINDS, LIVE, PARALLEL, Engine, live_version
+from helpers.servers.vllm_experts import stand_in
 
 from lora_backends.errors import InvalidInputError
 from lora_backends.integrations.vllm import live
 
+PROCESSES = dict(tensor_parallel_size=2, distributed_executor_backend="mp", disable_log_stats=True)
 
-def main(model, folder):
+stand_in()  # where workers import this file, too
+
+
+def main(model, folder, mixtures):
     for kind, names in PARALLEL.items():
         engine = Engine(
             model,
             {name: Path(folder) / name for name in (*ADAPTERS, *KINDS)},
-            tensor_parallel_size=2,
-            distributed_executor_backend="mp",
             fully_sharded_loras=kind == "sharded",
             max_loras=8,
             max_cpu_loras=9,
-            disable_log_stats=True,
+            **PROCESSES,
         )
         for tokens in engine.tokens(PROMPTS, names):
             print(kind, tokens, flush=True)
         update_live(engine.llm, Path(folder), kind)
-        engine.llm.llm_engine.engine_core.shutdown()
+        end(engine)
         del engine
-        gc.collect()
+    for experts in (4, 5):
+        run_experts(Path(mixtures) / str(experts), experts)
+
+
+def run_experts(base, count):
+    """Print tokens of experts in turn on the two processes, or why their adapter is refused."""
+    adapters = {"experts": base / "adapter"}
+    engine = Engine(base, adapters, enable_expert_parallel=True, **PROCESSES)
+    try:
+        engine.llm.llm_engine.add_lora(engine.request("experts"))
+        found = engine.tokens(PROMPTS[:3], ["experts", None, "experts"])
+    except Exception as error:  # vLLM raises its own, with the text
+        found = " ".join(str(error).split())
+    print(f"{count} experts {found}", flush=True)
+    end(engine)
+
+
+def end(engine):
+    """Let an engine's processes end."""
+    engine.llm.llm_engine.engine_core.shutdown()
+    gc.collect()
 
 
 def update_live(llm, folder, kind):

@@ -17,8 +17,15 @@ from helpers.servers.vllm_layers import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 EXPERTS, TOP_K, INNER, HIDDEN = 4, 2, 6, WIDTH
-DATA_PARALLEL = SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=2))
 TOPK_IDS = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [0, 1], [1, 3], [2, 3]])
+
+
+def moe_config(dp_size=1, ep_size=1, num_experts=EXPERTS):
+    """Return vLLM's configuration of a mixture, of which this process has `EXPERTS` experts."""
+    parallel = SimpleNamespace(dp_size=dp_size, ep_size=ep_size, use_ep=ep_size > 1)
+    return SimpleNamespace(
+        moe_parallel_config=parallel, num_experts=num_experts, num_local_experts=EXPERTS
+    )
 
 
 def make_module_of_experts(shared=False, slices=2, **more):
@@ -35,8 +42,7 @@ def make_module_of_experts(shared=False, slices=2, **more):
         w2_lora_a_stacked=(stack(EXPERTS, RANK, INNER),),
         w2_lora_b_stacked=(stack(one, HIDDEN, RANK),),
         local_num_experts=EXPERTS,
-        use_ep=False,
-        moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=1)),
+        moe_config=moe_config(),
         set_lora=lambda index, lora_a, lora_b: None,
         reset_lora=lambda index: None,
     )
@@ -174,7 +180,7 @@ def test_every_holder_of_a_stack_sees_what_vllm_writes(wrapper, inference):
 
 
 def test_experts_of_other_processes_are_left_out(wrapper, x):
-    module = make_experts(wrapper, use_ep=True)
+    module = make_experts(wrapper, moe_config=moe_config(ep_size=2, num_experts=8))
     for slot in range(SLOTS):
         module.set_lora(slot, [torch.ones(1, RANK, 1), None, torch.ones(1, RANK, 1)], [])
     # eight experts, of which this process has the odd ones, the last one first
@@ -231,6 +237,43 @@ def test_layers_whose_batches_overlap_are_refused(wrapper, x):
         wrapper.add_lora_w2(second, inner, *stacks, weights, *handed_on[0])
     assert second.eq(1).all()
     wrapper.add_lora_w2(second, inner, *stacks, weights, *handed_on[1])
+
+
+@pytest.mark.parametrize(
+    ("moe", "settings", "refused"),
+    [
+        ({"dp_size": 2}, {}, "data parallelism: vLLM sends slots"),
+        ({"ep_size": 2, "num_experts": 7}, {}, "7 experts over 2 processes"),
+        ({"ep_size": 2, "num_experts": 8}, {"enable_eplb": True}, "enable_eplb: vLLM moves"),
+        (
+            {"ep_size": 2, "num_experts": 8},
+            {"expert_placement_strategy": "round_robin"},
+            "expert_placement_strategy",
+        ),
+        ({"ep_size": 2, "num_experts": 8}, {"expert_placement_strategy": "linear"}, ""),
+        ({}, {"enable_eplb": True, "expert_placement_strategy": "round_robin"}, ""),
+    ],
+)
+def test_adapters_whose_experts_vllm_would_mix_up_are_refused(
+    wrapper, monkeypatch, moe, settings, refused
+):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm.adapters.targets import Targets
+
+    monkeypatch.setattr(wrapper, "own", lambda reason: None)
+    wrapper.parallel = SimpleNamespace(**settings)
+    name = "model.layers.0.mlp.experts"
+    manager = SimpleNamespace(
+        modules={name: make_experts(wrapper, moe_config=moe_config(**moe))},
+        packed_modules={name: [f"{name}.0.{part}_proj" for part in ("gate", "down", "up")]},
+        model=SimpleNamespace(),
+        is_pooling_model=False,
+    )
+    if refused:
+        with pytest.raises(UnsupportedInputError, match=f"or run them wrong(.|\n)*{refused}"):
+            Targets(manager).check("folder", [f"{name}.0.up_proj"])
+    else:
+        Targets(manager).check("folder", [f"{name}.0.up_proj"])
 
 
 class Operations(TorchDispatchMode):
@@ -328,8 +371,8 @@ def test_experts_of_data_parallel_processes_stay_with_vllms_wrapper(wrapper, x, 
         "lora_backends.integrations.vllm.plugin.logger",
         lambda: SimpleNamespace(warning_once=lambda text, *args: logged.append(text % args)),
     )
-    module = make_experts(wrapper, moe_config=DATA_PARALLEL)
-    assert "data-parallel" in logged[0] and len(logged) == 1
+    module = make_experts(wrapper, moe_config=moe_config(dp_size=2))
+    assert "data parallelism" in logged[0] and len(logged) == 1
     assert seen[0][1] == INDEX_TO_ID, "it takes the batch of now"
     stacks = module.w13_lora_a_stacked, module.w13_lora_b_stacked
     y = torch.ones(len(IDS), TOP_K, 2 * INNER)

@@ -1,4 +1,4 @@
-"""Tensor parallelism over two processes on the CPU; fully_sharded_loras is not followed."""
+"""Tensor and expert parallelism over two processes on the CPU."""
 
 import os
 import subprocess
@@ -8,10 +8,21 @@ from pathlib import Path
 import pytest
 from helpers.adapters.peft_models import PROMPTS
 from helpers.servers.vllm_engines import LIVE, PARALLEL
+from helpers.servers.vllm_experts import merged_tokens, save_expert_adapter, save_mixture
 
 
 @pytest.fixture(scope="module")
-def output(tiny, adapters):
+def mixtures(tmp_path_factory):
+    """Return a folder of mixtures by their number of experts, each with an adapter."""
+    parent = tmp_path_factory.mktemp("mixtures")
+    for experts in (4, 5):
+        folder = save_mixture(parent / str(experts), experts)
+        save_expert_adapter(folder / "adapter", experts, experts)
+    return parent
+
+
+@pytest.fixture(scope="module")
+def output(tiny, adapters, mixtures):
     # in a process of its own, which forks vLLM's workers before it has run anything
     env = {
         **os.environ,
@@ -21,7 +32,7 @@ def output(tiny, adapters):
     }
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
     command = [sys.executable, str(Path(__file__).with_name("parallel_engine.py"))]
-    command += [str(tiny), str(next(iter(adapters.values())).parent)]
+    command += [str(tiny), str(next(iter(adapters.values())).parent), str(mixtures)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
     return done.stdout + done.stderr
@@ -47,9 +58,21 @@ def test_two_processes_refuse_a_version_together(output):
     assert all("does not fit the base model" in line for line in refused)
 
 
+def test_experts_of_two_processes_answer_as_one_model_does(output, mixtures):
+    base, rows = mixtures / "4", zip(PROMPTS, ["adapter", None, "adapter"], strict=False)
+    wanted = [merged_tokens(base, name and base / name, prompt) for prompt, name in rows]
+    assert f"4 experts {wanted}" in output.splitlines()
+    assert wanted[0] != merged_tokens(base, None, PROMPTS[0])
+
+
+def test_experts_that_vllm_cuts_in_other_places_are_refused(output):
+    (found,) = [line for line in output.splitlines() if line.startswith("5 experts")]
+    assert "expert parallelism of 5 experts over 2 processes" in found
+
+
 def test_every_process_says_that_it_keeps_its_matrices_whole(output):
     assert output.count("fully_sharded_loras is not followed") == 2
 
 
 def test_every_process_runs_on_the_backend(output):
-    assert output.count("runs on backend 'numba_cpu'") == 4
+    assert output.count("runs on backend 'numba_cpu'") == 8

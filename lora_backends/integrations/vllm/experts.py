@@ -52,6 +52,7 @@ def is_adopted(stack: torch.Tensor) -> bool:
 
 def adopt(module: Any, wrapper: Any) -> None:
     """Make weights of a mixture's stacks, or leave the layer to vLLM's own wrapper."""
+    module.lora_backends_refuses = _refused(module.moe_config, wrapper.parallel)
     reason = _not_taken_over(module)
     if reason:
         wrapper.own(reason)
@@ -234,13 +235,35 @@ def trial(
 
 def _not_taken_over(module: Any) -> str:
     if module.moe_config.moe_parallel_config.dp_size > 1:
-        return (
-            "experts of several data-parallel processes: the slots of tokens from others are on "
-            "the device alone"
-        )
+        return "experts under data parallelism"  # vLLM reads tables of its own wrapper
     stacks = module.w13_lora_a_stacked
     if len({(stack.shape, stack.dtype) for stack in stacks}) > 1:
         return "experts whose A of gate and up differ in shape"
+    return ""
+
+
+def _refused(moe: Any, parallel: Any) -> str:
+    """Return why vLLM gives the experts of this layer other adapters' or experts' LoRA, or "".
+
+    Args:
+        moe: vLLM's `FusedMoEConfig` of the layer.
+        parallel: vLLM's `ParallelConfig`, or None.
+    """
+    if moe.moe_parallel_config.dp_size > 1:
+        # each process fills its slots by itself, and loads what its own requests name
+        return "data parallelism: vLLM sends slots, which hold other adapters in other processes"
+    if not moe.moe_parallel_config.use_ep:
+        return ""
+    # vLLM cuts the LoRA of experts into equal blocks, in order
+    if moe.num_experts != moe.num_local_experts * moe.moe_parallel_config.ep_size:
+        return (
+            f"expert parallelism of {moe.num_experts} experts over "
+            f"{moe.moe_parallel_config.ep_size} processes: vLLM cuts their LoRA into equal parts"
+        )
+    if getattr(parallel, "enable_eplb", False):
+        return "enable_eplb: vLLM moves experts without their LoRA"
+    if getattr(parallel, "expert_placement_strategy", "linear") != "linear":
+        return "expert_placement_strategy: vLLM places the LoRA of experts as in 'linear'"
     return ""
 
 

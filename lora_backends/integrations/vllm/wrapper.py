@@ -85,6 +85,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         config = get_current_vllm_config_or_none()
         plugin.check_settings(config)
         compilation = None if config is None else config.compilation_config
+        self.parallel = None if config is None else config.parallel_config
         model = None if config is None else config.model_config
         self.model_dtype = getattr(model, "dtype", None)  # of x and y
         self.takes_embeddings = getattr(model, "enable_prompt_embeds", False)

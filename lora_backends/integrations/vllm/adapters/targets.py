@@ -75,7 +75,7 @@ class Targets:
         return type(module).__name__ == "PPMissingLayer"
 
     def check(self, source: Any, names: Iterable[str]) -> None:
-        """Refuse an adapter with a module that vLLM would ignore.
+        """Refuse an adapter with a module that vLLM would ignore or run wrong.
 
         Args:
             source: of the adapter, for the error.
@@ -89,7 +89,7 @@ class Targets:
         if reasons:
             more = f", and {len(reasons) - 3} more" if len(reasons) > 3 else ""
             raise UnsupportedInputError(
-                f"vLLM would ignore parts of the adapter\n  file: {source}\n"
+                f"vLLM would ignore parts of the adapter, or run them wrong\n  file: {source}\n"
                 f"  given: LoRA of {'; '.join(reasons[:3])}{more}\n"
                 f"  to do: merge the adapter into its base model, or train it without these modules"
             )
@@ -104,6 +104,9 @@ class Targets:
                 return "no LoRA layer takes it; target_modules of vLLM may leave it out"
             return "no LoRA layer of this engine takes it"
         module = self._manager.modules[target.layer]
+        refused: str = getattr(module, "lora_backends_refuses", "")
+        if refused:
+            return refused
         last = target.layer.rsplit(".", 1)[-1]
         if last == ABSORBED and _is_absorbed(self._manager.model):
             return "multi-head latent attention multiplies by its weight without the layer"
