@@ -328,6 +328,13 @@ def test_a_module_that_the_model_does_not_call_is_refused(engine, adapters, monk
         engine.llm.llm_engine.add_lora(LoRARequest("twin", 92, str(adapters["all"])))
 
 
+def test_the_model_has_run_before_any_adapter_is_loaded(make_engine):
+    engine = make_engine(max_loras=1)
+    assert engine.wrapper.was_run
+    layers = [module.lora_backends_layers[0] for module in engine.manager.modules.values()]
+    assert sum(layer.is_called for layer in layers) >= 4 * LAYERS
+
+
 def test_targets_of_plain_adapters_stay_vllms(engine):
     from lora_backends.integrations.vllm.adapters.load import needs_our_reader
 

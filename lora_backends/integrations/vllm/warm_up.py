@@ -13,7 +13,10 @@ from lora_backends.integrations.warm_up import Trial
 
 
 def follow() -> None:
-    """Let vLLM compile before it measures the free memory for caches, and after it has captured."""
+    """Let vLLM compile before it measures the free memory for caches, and after it has captured.
+
+    The model has run before vLLM loads any adapter.
+    """
     for module, owner in (("gpu_worker", "Worker"), ("cpu_worker", "CPUWorker")):
         place = f"vllm.v1.worker.{module}", owner
         replace(*place, "determine_available_memory", _warm_up_first, is_optional=True)
@@ -23,7 +26,20 @@ def follow() -> None:
 
 def _warm_up_first(original: Callable[..., Any], worker: Any) -> Any:
     common.warm_up(_trials(worker.model_runner), plugin.logger())
-    return original(worker)
+    memory = original(worker)
+    _run_once(worker.model_runner)
+    return memory
+
+
+def _run_once(runner: Any) -> None:
+    """Run the model on one token, if vLLM has not run it: on CPUs with LoRA it does not.
+
+    Adapters with layers that the model does not call are refused, see `Targets`.
+    """
+    lora = getattr(runner, "lora_manager", None)
+    wrappers = () if lora is None else lora._adapter_manager.punica_wrapper_mapping.values()
+    if wrappers and not any(getattr(wrapper, "was_run", True) for wrapper in wrappers):
+        runner._dummy_run(1, is_profile=True)
 
 
 def _warm_up_after(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
