@@ -218,7 +218,7 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
                 block, weights were moved in it after a compiled program had read them.
         """
         self._check_prepared(step)
-        self._wrapped.training.flush()
+        self._wrapped.training.flush_rows(step.adapters)
         groups = self._wrapped.hooked.drop_moved()
         with torch.no_grad(), self._wrapped.hooked.in_use(), open_block(step):
             yield
@@ -509,7 +509,7 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
         looks before and after the pass.
         """
         self._check_prepared(step)
-        self._wrapped.training.flush()
+        self._wrapped.training.flush_rows(step.adapters)
         hooked = self._wrapped.hooked
         # Only a program reads joined weights without a look.
         groups = hooked.drop_moved() if step.is_traced else len(hooked.joined)

@@ -37,7 +37,7 @@ class TrainedAdapter:
     """The parameters of an adapter, the settings of its training, and where they lie.
 
     A parameter of the stacks' dtype is a view of its slot at the true rank. One of a wider dtype is
-    a master: `flush` rounds it into the slot after it has changed.
+    a master, which `flush` rounds into the slot.
     """
 
     def __init__(
@@ -76,35 +76,22 @@ class TrainedAdapter:
             self.alone[path] = _targets(a, b, slot, 0)
             self.joined[path] = _targets(a, b, slot, groups.get(path, 0))
         parameters = [place.parameter for place in self._places]
-        self._masters = [
-            place for place in self._places if place.parameter.dtype != place.part.dtype
-        ]
+        masters = [place for place in self._places if place.parameter.dtype != place.part.dtype]
+        # apart: with one strided tensor in a list, torch copies all of them one by one
+        dense = [place for place in masters if place.part.is_contiguous()]
+        strided = [place for place in masters if not place.part.is_contiguous()]
+        self._masters = [places for places in (dense, strided) if places]
         # addresses: layers read the slot, so a parameter with other memory would train for nothing
         self._all, self._addresses = parameters, list(map(_data_ptr, parameters))
-        # the slot holds the rounded values of the checkpoint
-        self._flushed = self._master_versions()
 
+    @torch.no_grad()
     def flush(self) -> None:
-        """Round masters that have changed into the slot; streams and locks are the caller's."""
+        """Round masters into the slot; streams and locks are the caller's."""
         if list(map(_data_ptr, self._all)) != self._addresses:
             self._refuse_moved()
-        versions = self._master_versions()
-        # most calls follow no step: nothing is copied for them
-        if versions == self._flushed:
-            return
-        pairs = zip(self._masters, versions, self._flushed, strict=True)
-        moved = [place for place, new, old in pairs if new != old]
-        # Apart: one strided tensor would let torch copy all of them one by one.
-        for is_dense in (True, False):
-            chosen = [place for place in moved if place.part.is_contiguous() == is_dense]
-            if chosen:
-                with torch.no_grad():
-                    torch._foreach_copy_([p.part for p in chosen], [p.parameter for p in chosen])
-        self._flushed = versions
-
-    def expect_step(self) -> None:
-        """Let the next `flush` copy all masters: a step through `.data` changes no version."""
-        self._flushed = [-1] * len(self._masters)
+        # each time: a change through `.data` changes no version
+        for places in self._masters:
+            torch._foreach_copy_([p.part for p in places], [p.parameter for p in places])
 
     @property
     def has_masters(self) -> bool:
@@ -119,14 +106,11 @@ class TrainedAdapter:
     def leave_slot(self) -> None:
         """Give every parameter memory of its own: the slot belongs to another adapter from now."""
         self.of_batches.clear()
-        masters = {id(place.parameter) for place in self._masters}
+        masters = {id(place.parameter) for places in self._masters for place in places}
         for parameter in self._all:
             # a master has memory of its own already
             if id(parameter) not in masters:
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-
-    def _master_versions(self) -> list[int]:
-        return [place.parameter._version for place in self._masters]
 
     def _refuse_moved(self) -> None:
         now = map(_data_ptr, self._all)

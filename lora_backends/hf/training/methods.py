@@ -43,7 +43,7 @@ class ModelTraining:
             config: a `peft.LoraConfig`.
             dtype: of the parameters. None: that of the stacks, the model's; the parameters are
                 views of the adapter's slot. float32 over 16-bit stacks: masters, which are rounded
-                into the slot before the next call after they have changed.
+                into the slot before each call.
             pin: as `load_adapter`; a pinned adapter cannot be unloaded.
 
         Returns:
@@ -74,9 +74,9 @@ class ModelTraining:
 
             optimizer = torch.optim.AdamW(model.adapter_parameters("alice").values(), lr=1e-4)
 
-        They are the same objects each time. A change in place, as optimizers make it, is seen by
-        the next call and by `generate`. After `unload_adapter` they keep their values and have no
-        effect any more.
+        They are the same objects each time. A change in place, as optimizers make it, also through
+        `.data`, is seen by the next call and by `generate`. After `unload_adapter` they keep their
+        values and have no effect any more.
 
         Args:
             name: of the adapter.

@@ -133,9 +133,14 @@ class Training:
                 f"  to do: copy values into its adapter_parameters() under torch.no_grad()"
             )
 
-    def flush(self, names: Iterable[str] | None = None) -> None:
-        """Bring changed masters into the slots of adapters; None: of all."""
-        for adapter in self.of(list(self.adapters) if names is None else names):
+    def flush_rows(self, entries: Sequence[RowAdapters]) -> None:
+        """Bring masters into the slots of the adapters that the entries of rows name."""
+        if self.adapters:
+            self.flush(adapter_names(entries))
+
+    def flush(self, names: Iterable[str]) -> None:
+        """Bring masters into the slots of adapters."""
+        for adapter in self.of(names):
             if adapter.has_masters:
                 # masters are copied into the slot, which streams may still read
                 with self._wrapped.pool.writing(adapter.slot):

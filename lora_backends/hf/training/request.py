@@ -64,8 +64,6 @@ class TrainingCall(Request):
         # whole: though no adapter touches the first layers; processes that share a sharded base
         # gather the same layers in the same order
         self._trained, self._whole = trained, whole
-        for adapter in trained:
-            adapter.expect_step()
         self._versions = [adapter.versions() for adapter in trained]
         self._records = {slot: pool.record_of(slot) for slot in slots.values()}
         self._paths: set[str] = set()  # that an adapter of the batch touches

@@ -241,23 +241,44 @@ def test_masters_beside_parameters_of_16_bits_keep_their_precision():
     assert any((g != g.bfloat16()).any() for g in found[0].values())
 
 
+def _called(model, ids):
+    return model(adapters=["a"], input_ids=ids).logits[:, -1]
+
+
+def _generated(model, ids):
+    options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    return model.generate(adapters=["a"], input_ids=ids, **options).logits[0]
+
+
+def _prepared(step):
+    return lambda model, ids: model(adapters=step, input_ids=ids).logits[:, -1]
+
+
+def _in_a_block(step):
+    def run(model, ids):
+        with model.using(step):
+            return model.base(input_ids=ids).logits[:, -1]
+
+    return run
+
+
 @torch.no_grad()
-def test_steps_through_data_reach_the_stacks_of_masters():
-    """Such a step changes no version of the parameter."""
-    model = wrapped(tiny(dtype=torch.bfloat16))
+def test_changes_through_data_reach_the_stacks_of_masters(tmp_path):
+    """Such a change has no version, which torch counts; it may follow a call without a step."""
+    model, other = (wrapped(tiny(dtype=torch.bfloat16)) for _ in range(2))
     pair, (ids, labels) = Pair(model, "a", tiny(), PLAIN, dtype=torch.float32), batch(1)
-    with torch.enable_grad():
-        train_step(model, ["a"], ids, labels)
-    before = model(adapters=["a"], input_ids=ids).logits
-    with torch.enable_grad():
-        train_step(model, ["a"], ids, labels)
-    for parameter in pair.ours.values():
-        parameter.data.mul_(3)
-    after = model(adapters=["a"], input_ids=ids).logits
-    for parameter in pair.ours.values():
-        parameter.add_(0)  # of another version
-    assert not torch.equal(after, before)
-    assert torch.equal(after, model(adapters=["a"], input_ids=ids).logits)
+    step = model.prepare(["a"], tokens=ids.shape[1])
+    for turn, run in enumerate((_called, _generated, _prepared(step), _in_a_block(step))):
+        if turn % 2:
+            with torch.enable_grad():
+                train_step(model, ["a"], ids, labels)
+        before = _called(model, ids)
+        for parameter in pair.ours.values():
+            parameter.data.mul_(1.5)
+        model.save_adapter("a", tmp_path / f"{turn}")
+        other.load_adapter("a", tmp_path / f"{turn}", replace_existing=True)
+        assert torch.equal(run(model, ids), _called(other, ids))
+        assert not torch.equal(run(model, ids), before)
 
 
 def test_without_grad_mode_or_a_trained_adapter_there_is_no_graph():
