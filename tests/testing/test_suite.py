@@ -25,7 +25,8 @@ from lora_backends.testing import (
     verify,
 )
 from lora_backends.testing.cases.kinds import KINDS
-from lora_backends.testing.properties.core import no_interpreter
+from lora_backends.testing.properties import PROPERTIES, Property
+from lora_backends.testing.properties.core import EXACT, no_interpreter
 from lora_backends.torch_ref import TorchRefBackend
 
 ONE_SLICE = repr(LoRACase((0,), ((1,),), 1, 1, (1,), ((1.0,),)))
@@ -215,6 +216,16 @@ def test_a_seed_draws_the_same_cases_again():
         verify(Recording("cpu"), seed=seed, only=["integers_are_exact"])
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
+
+
+def test_an_only_case_follows_from_the_seed(monkeypatch):
+    met = []
+    alone = Property("alone", "", EXACT, lambda backend, case: met.append(repr(case)), examples=1)
+    monkeypatch.setitem(PROPERTIES, "alone", alone)
+    for seed in (0, 0, 1, 2):
+        (result,) = verify("torch_ref", "cpu", seed=seed, only=["alone"]).results
+        assert result.examples == 1
+    assert met[0] == met[1] and len({*met}) == 3
 
 
 def test_a_crash_is_reported_with_its_type_and_place():

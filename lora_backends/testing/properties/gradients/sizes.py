@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from lora_backends.backend import LoRABackend
 from lora_backends.testing.cases.dense import LoRACase
 from lora_backends.testing.cases.experts import ExpertCase
@@ -31,7 +35,11 @@ from lora_backends.testing.properties.sizes.layers import mixed_sizes, naming
 )
 def gradients_of_two_large_sizes_are_right(backend: LoRABackend, case: LoRACase) -> None:
     """Of tokens, slots, inputs, columns and the rank; by each operation in turn."""
+    wide = (torch.float32, *backend.dtypes)[torch.float32 not in backend.dtypes]
     for turn, large in enumerate(mixed_sizes(backend, case)):
+        # 8-bit stacks have no gradient, and 16 bits or integers hide a rounding
+        if turn % 3 != case.seed % 3:
+            large = replace(large, dtype=wide, stored=None, values="sparse")
         inputs = large.build(backend.device)
         operations = differentiated(inputs)
         operation = operations[(case.seed + turn) % len(operations)]
