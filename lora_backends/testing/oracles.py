@@ -68,13 +68,11 @@ def expected_shrink(
     shape = (weights.num_slices, tokens, weights.max_rank)
     value, magnitude = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
     x_all = masked(x, (batch.token_slots != NO_ADAPTER)[:, None])
-    # products with 0 add nothing, and a sparse x leaves little to gather
-    used = (x_all != 0).any(0).nonzero().flatten()
-    terms = counted(x_all)[:, None]
-    if 2 * len(used) < weights.in_features:
-        x_all, a_all = x_all[:, used], stack_of_a(weights, used)
-    else:
-        a_all = stack_of_a(weights)
+    used, terms, a_all = (x_all != 0).any(0), counted(x_all)[:, None], stack_of_a(weights)
+    if 2 * int(used.sum()) < weights.in_features:
+        # a sparse x leaves little to gather: products of 0 with finite values add nothing
+        some = (used | _not_finite(a_all, weights, batch)).nonzero().flatten()
+        x_all, a_all = x_all[:, some], a_all[..., some]
     width = max(1, weights.num_slices * weights.max_rank * x_all.shape[1])
     for rows in _chunks(batch.token_slots, width):
         slots = batch.token_slots[rows]
@@ -89,6 +87,13 @@ def expected_shrink(
         bound += rounding_bound(value, bound, intermediate)
     within = rank_mask(weights, batch.token_slots).permute(1, 0, 2)
     return Expected(value, bound * within)
+
+
+def _not_finite(a: torch.Tensor, weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
+    """Return the columns of A in which a token's slot holds NaN or infinity, [in_features] bool."""
+    slots = torch.tensor(sorted({*batch.token_slots.tolist()}), dtype=torch.int64, device="cpu")
+    odd = ~a[slots.clamp(min=0)].isfinite() & rank_mask(weights, slots)[..., None]
+    return odd.flatten(0, 2).any(0)
 
 
 def expected_expand(

@@ -57,6 +57,24 @@ def test_h_is_zero_beyond_a_rank_and_without_adapter():
     ]
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+@pytest.mark.parametrize("columns", [2, 9])  # x uses half of them, or few
+def test_zeros_of_x_hide_no_odd_value_of_a(odd, columns):
+    weights = LoRAWeights(
+        lora_a=torch.ones(2, 1, 2, columns),
+        lora_b=torch.ones(2, 1, 2),
+        ranks=torch.ones(2, 1, dtype=torch.int32),
+        scalings=torch.ones(2, 1),
+        output_slices=(1,),
+    )
+    weights.lora_a[1, 0, :, 1] = odd
+    weights.lora_a[0, 0, 1, 1] = odd  # beyond the rank
+    x = torch.zeros(2, columns)
+    x[:, :1] = 1
+    h = expected_shrink(x, weights, LoRABatch([0, 1], 2)).value
+    assert h[0, :, 0].isnan().tolist() == [False, True]
+
+
 def test_base_output_and_bias_are_added():
     x, weights, batch = by_hand()
     weights.scalings.nan_to_num_()

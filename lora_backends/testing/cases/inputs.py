@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lora_backends.batch import NO_ADAPTER, LoRABatch
-from lora_backends.eight_bit import b_row_groups, is_eight_bit, spread
+from lora_backends.eight_bit import b_row_groups, spread
 from lora_backends.weights import LoRAWeights
 
 SENTINEL = 77.0
@@ -51,29 +51,19 @@ def guarded(values: torch.Tensor, pad: int, fill: float) -> torch.Tensor:
     return buffer[..., :rows, pad : pad + columns].copy_(values)
 
 
-def stack_of_a(weights: LoRAWeights, inputs: torch.Tensor | None = None) -> torch.Tensor:
+def stack_of_a(weights: LoRAWeights) -> torch.Tensor:
     """Return A of all slices on the CPU, [num_slots, num_slices, max_rank, in_features].
 
-    Values of 8 bits times their scales are float64, which holds the products exactly. `inputs`
-    picks some columns of A.
+    Values of 8 bits times their scales are float64, which holds the products exactly.
     """
-    picked = slice(None) if inputs is None else inputs
-    parts = [_picked(weights.a_of(s).detach().cpu(), picked) for s in range(weights.num_slices)]
+    parts = [weights.a_of(s).detach().cpu() for s in range(weights.num_slices)]
     if weights.a_scales is not None:
-        scales, block = weights.a_scales.cpu().double(), weights.scale_block
-        of_columns = torch.arange(weights.in_features, device="cpu")[picked]
-        of_columns //= block[1] or max(weights.in_features, 1)
-        rows = torch.arange(weights.max_rank, device="cpu") // (block[0] or weights.max_rank)
+        scales = weights.a_scales.cpu().double()
         parts = [
-            part.double() * scales[:, s, rows][..., of_columns] for s, part in enumerate(parts)
+            part.double() * spread(scales[:, s], part.shape[1], part.shape[2], weights.scale_block)
+            for s, part in enumerate(parts)
         ]
     return torch.stack(parts, 1)
-
-
-def _picked(a: torch.Tensor, columns: slice | torch.Tensor) -> torch.Tensor:
-    """Return some columns of A; torch picks bytes, not float8."""
-    stored = a.view(torch.int8) if is_eight_bit(a.dtype) else a
-    return stored[..., columns].view(a.dtype)
 
 
 def stack_of_b(weights: LoRAWeights) -> torch.Tensor:

@@ -11,15 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_backends.backend import LoRABackend
 from lora_backends.dtypes import accumulator_dtype
+from lora_backends.eight_bit import b_row_groups
 from lora_backends.operations import BY_NAME, OPERATIONS, Operation
 from lora_backends.testing import oracles
 from lora_backends.testing.assertions import assert_close, assert_same_values
 from lora_backends.testing.cases.dense import LoRACase
-from lora_backends.testing.cases.inputs import on_each
+from lora_backends.testing.cases.inputs import LoRAInputs, on_each
 from lora_backends.testing.properties.core import ANY_LAYER, BOUNDED, BY_CLAIM, either_prop, prop
 from lora_backends.testing.properties.runs import (
     assert_right,
     check_linear,
+    columns,
     expected,
     expected_of,
     intermediate,
@@ -236,12 +238,65 @@ def nan_and_infinity_stay_where_they_belong(backend: LoRABackend, case: LoRACase
     spoiled = torch.zeros(y.shape, dtype=torch.bool, device="cpu")
     spoiled[token] = oracles.touched(bare, inputs.batch)[token]
     spoiled[other, -1] = True
+    about = f"x[{token}, {case.seed % case.in_features}] and base_output[{other}, -1] are {odd}"
+    _check_spoiled(backend, inputs, y, spoiled, about)
+
+
+@prop(
+    "NaN and infinity of A or B show in all tokens of their slot, also where x or h is 0.",
+    agreement=BOUNDED,
+    examples=12,
+    features=ANY_LAYER,
+)
+def zeros_hide_no_nan_of_the_weights(backend: LoRABackend, case: LoRACase) -> None:
+    """A product of 0 with either is NaN, so no zero may be left out of a sum."""
+    adapted = sorted((t, s) for t in {*case.slots} - {-1} for s, r in enumerate(case.ranks[t]) if r)
+    if not adapted:
+        return
+    slot, s = adapted[case.seed % len(adapted)]
+    of_a, odd = case.seed // 2 % 2 == 0, (torch.nan, torch.inf)[case.seed % 2]
+    inputs, weights = case.build(backend.device), case.build(backend.device).weights
+    width = case.in_features if of_a else case.output_slices[s]
+    odd_at = _set_one(weights, slot, s, of_a, case.seed % width, odd)
+    x, tokens = inputs.x.clone(), torch.tensor(case.slots, device="cpu") == slot
+    spoiled = torch.zeros(case.num_tokens, weights.out_features, dtype=torch.bool, device="cpu")
+    if of_a:
+        x[:, odd_at] = 0
+        spoiled[:, columns(weights, s)] = tokens[:, None]
+    else:
+        x[tokens.to(x.device)] = 0
+        spoiled[:, columns(weights, s)][:, odd_at] = tokens[:, None]
+    inputs = inputs.replace(x=x)
+    y = linear(backend, inputs.replace(weights=weights))
+    about = f"{'lora_a' if of_a else 'lora_b'} of slot {slot}, slice {s} holds {odd}, times zeros"
+    _check_spoiled(backend, inputs, y, spoiled, about)
+
+
+def _set_one(
+    weights: LoRAWeights, slot: int, s: int, of_a: bool, index: int, value: float
+) -> slice:
+    """Set a value in a column of A or a row of B, or its scale; return all that share it."""
+    width = weights.in_features if of_a else weights.output_slices[s]
+    if weights.a_scales is None or weights.b_scales is None:
+        stack = weights.a_of(s)[slot] if of_a else weights.b_of(s)[slot].T
+        stack[0, index] = value  # within every rank but 0
+        return slice(index, index + 1)
+    size = weights.scale_block[1 if of_a else 0] or width
+    groups = b_row_groups(weights.output_slices, weights.scale_block)
+    scales = weights.a_scales[slot, s] if of_a else weights.b_scales[slot, sum(groups[:s]) :].T
+    scales[0, index // size] = value
+    return slice(index // size * size, min(index // size * size + size, width))
+
+
+def _check_spoiled(
+    backend: LoRABackend, inputs: LoRAInputs, y: torch.Tensor, spoiled: torch.Tensor, about: str
+) -> None:
+    """Check that y is finite except at some places, and right there; `inputs` are finite."""
     wrong = y.cpu().isfinite() == spoiled
     if bool(wrong.any()):
         row, column = (int(i) for i in wrong.nonzero()[0])
         raise AssertionError(
-            f"x[{token}, {case.seed % case.in_features}] and base_output[{other}, -1] are {odd}; "
-            f"y[{row}, {column}] is {y[row, column].item()!r}\n"
+            f"{about}; y[{row}, {column}] is {y[row, column].item()!r}\n"
             f"  {inputs.location(row, inputs.slice_of(column))}"
         )
     wanted = expected(backend, inputs)

@@ -75,6 +75,29 @@ class DenormalWeightsFlushed(Seeing):
         return replace(weights, lora_a=a, lora_b=b)
 
 
+@caught_by("zeros_hide_no_nan_of_the_weights")
+class ColumnsOfZerosSkipped(TwoSteps):
+    """Inputs that are 0 in all tokens of a slot are left out of the sum."""
+
+    def run_lora_a(self, x, weights, plan):
+        a = weights.lora_a.clone()
+        for slot, rows in plan.segments:
+            a[slot][..., ~(x[rows] != 0).any(0)] = 0
+        return super().run_lora_a(x, replace(weights, lora_a=a), plan)
+
+
+@caught_by("zeros_hide_no_nan_of_the_weights")
+class TokensWithoutDeltaSkipped(TwoSteps):
+    """Tokens whose h is 0 keep base_output, and get the bias."""
+
+    def run_lora_b(self, h, weights, plan, base_output=None):
+        b = weights.lora_b.clone()
+        for slot, rows in plan.segments:
+            if not h[:, rows, : int(weights.ranks[slot].min())].any():
+                b[slot] = b[slot].nan_to_num(0.0, 0.0, 0.0)
+        return super().run_lora_b(h, replace(weights, lora_b=b), plan, base_output)
+
+
 @caught_by("run_linear_is_within_the_bound")
 class LargestFloat8Clamped(Quantised):
     """float8_e4m3fn ends at 240, as in the format without a sign of zero."""
