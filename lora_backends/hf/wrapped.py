@@ -103,6 +103,7 @@ class WrappedModel:
             self.key, self.structure, self.main_input, self.base.forward, self.attention
         )
         hooked.register(self.base, begin)
+        self.structure.watch_forwards(self.modules)
         return self.pool
 
     def close(self) -> AdapterPool:

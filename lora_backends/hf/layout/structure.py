@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import repeat
+from collections.abc import Iterable
+from functools import partial
+from itertools import accumulate, repeat
+from operator import attrgetter
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,6 +16,9 @@ from lora_backends.errors import InvalidInputError
 
 # typed as Any, since mypy cannot see through the overloads of a dict's get
 _get: Any = dict.get
+_forward: Any = attrgetter("forward")
+_FUNCTIONS = (FunctionType, MethodType, partial)
+_DEEPEST = 4  # functions around a `forward` that are looked through
 
 
 def _is_wide(parameter: nn.Parameter) -> bool:
@@ -22,8 +29,31 @@ def _form(parameter: nn.Parameter | None) -> tuple[torch.dtype, torch.device] | 
     return None if parameter is None else (parameter.dtype, parameter.device)
 
 
+def _joined(parent: str, name: str) -> str:
+    return f"{parent}.{name}"
+
+
+def _holds(forward: Any, before: Any, deepest: int = _DEEPEST) -> bool:
+    """Return whether a `forward` is the one of before, or a function around it, e.g. Accelerate's.
+
+    Such a function has it in its closure, in a partial, or in `__wrapped__` (functools.wraps).
+    """
+    function = getattr(forward, "__func__", forward)
+    if function is getattr(before, "__func__", before):
+        return True
+    if not deepest or not isinstance(function, _FUNCTIONS):
+        return False
+    held = [getattr(function, "__wrapped__", None), *getattr(function, "args", ())]
+    if isinstance(function, partial):
+        held.append(function.func)
+    else:
+        cells = function.__closure__ or ()
+        held += [cell.cell_contents for cell in cells if cell != CellType()]
+    return any(_holds(part, before, deepest - 1) for part in held if isinstance(part, _FUNCTIONS))
+
+
 class Structure:
-    """Notices that a base model is in training mode, was converted, or lacks modules it had.
+    """Notices that a base model is in training mode or was converted, or that modules changed.
 
     The checks run before every call with adapters, so they are few calls of C code.
     """
@@ -46,11 +76,25 @@ class Structure:
                 if parameter is not None and not self._name and _is_wide(parameter):
                     self._parameters, self._name = module._parameters, name
         self._form = _form(self._parameters.get(self._name))
+        self.watch_forwards(())
+
+    def watch_forwards(self, paths: Iterable[str]) -> None:
+        """From now on refuse another `forward` of some modules, or of modules around them."""
+        # a name of each module from the outermost to the one of the path
+        around = {name: None for path in paths for name in accumulate(path.split("."), _joined)}
+        self._watched = {path: self._base.get_submodule(path) for path in around}
+        self._own = [vars(module) for module in self._watched.values()]
+        kinds = {type(module): None for module in self._watched.values()}
+        self._classes = [kind for kind in kinds if kind is not type(self._base)]
+        self._forwards, self._of_classes = self._own_forwards(), self._forwards_of_classes()
 
     def check_modules(self) -> None:
-        """Raise InvalidInputError if a module was replaced or removed."""
+        """Raise InvalidInputError if a module was replaced or removed, or has another `forward`."""
         if self._holders != self._children:  # modules compare by identity
             self._refuse_replaced()
+        own = self._own_forwards()
+        if own != self._forwards or self._forwards_of_classes() != self._of_classes:
+            self._check_forwards(own)
 
     def check_state(self, may_train: bool = False) -> None:
         """Refuse to run a model that was converted, or is in training mode unless it may be.
@@ -91,6 +135,32 @@ class Structure:
             f"  allowed: the dtype and device of its adapters\n"
             f"  to do: convert it back; or base = model.detach(), then make a new MultiLoRAModel "
             f"around it"
+        )
+
+    def _own_forwards(self) -> list[Any]:
+        """Return the `forward` of each watched module that is not its class's, or None."""
+        return list(map(_get, self._own, repeat("forward")))
+
+    def _forwards_of_classes(self) -> list[Any]:
+        return list(map(_forward, self._classes))
+
+    def _check_forwards(self, own: list[Any]) -> None:
+        """Refuse a `forward` that may leave out LoRA, as it does not call the one before."""
+        parts = zip(self._watched.items(), own, self._forwards, strict=True)
+        for (path, module), now, before in parts:
+            plain = type(module).forward
+            if now is not before and not _holds(now or plain, before or plain):
+                self._refuse_forward(f"module {path}")
+        for kind, before in zip(self._classes, self._of_classes, strict=True):
+            if not _holds(kind.forward, before):
+                self._refuse_forward(f"class {kind.__name__}")
+
+    def _refuse_forward(self, changed: str) -> None:
+        raise InvalidInputError(
+            f"{type(self._base).__name__} was changed after it was wrapped: {changed} has another "
+            f"forward, so its adapters could be lost\n"
+            f"  allowed: a forward that calls the one before, from its closure or __wrapped__\n"
+            f"  to do: base = model.detach(), then make a new MultiLoRAModel around it"
         )
 
     def _refuse_replaced(self) -> None:

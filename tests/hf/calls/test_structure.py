@@ -1,5 +1,7 @@
 """A base model that has changed since it was wrapped is refused by the name of the module."""
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -94,6 +96,49 @@ def test_a_replaced_module_is_refused_until_it_is_back(model):
     attention.q_proj = original
     for call in ways:
         call()
+    assert torch.equal(model(adapters=ROWS, input_ids=IDS).logits, expected)
+
+
+@pytest.mark.parametrize("path", ["self_attn.k_proj", "mlp.down_proj", "mlp"])
+def test_another_forward_is_refused_until_the_earlier_one_is_back(model, path):
+    """It computed without LoRA where LoRA is in the forward, or in modules that it passes by."""
+    ways, expected = calls(model), model(adapters=ROWS, input_ids=IDS).logits
+    module = model.base.model.layers[1].get_submodule(path)
+    before = vars(module).get("forward")
+    module.forward = lambda x: x @ torch.ones(x.shape[-1], expected.shape[-1])
+    refused(ways, rf"module model\.layers\.1\.{path} has another forward")
+    del module.forward
+    if before is not None:
+        refused(ways, rf"module model\.layers\.1\.{path} has another forward")
+        module.forward = before
+    assert torch.equal(model(adapters=ROWS, input_ids=IDS).logits, expected)
+
+
+def test_a_class_with_another_forward_is_refused(model, monkeypatch):
+    ways, kind = calls(model), type(model.base.model.layers[0].mlp)
+    monkeypatch.setattr(kind, "forward", lambda self, x: x)
+    refused(ways, f"class {kind.__name__} has another forward")
+
+
+def _declared(forward):
+    return functools.wraps(forward)(lambda *args, **words: forward(*args, **words))
+
+
+def _in_a_closure(forward):
+    return lambda *args, **words: forward(*args, **words)
+
+
+@pytest.mark.parametrize("around", [functools.partial, _declared, _in_a_closure])
+def test_a_forward_around_the_earlier_one_runs(model, around):
+    expected = model(adapters=ROWS, input_ids=IDS).logits
+    for path in ("self_attn.k_proj", "mlp.down_proj", "mlp", "input_layernorm"):
+        module = model.base.model.layers[1].get_submodule(path)
+        module.forward = around(module.forward)
+    module.forward = lambda x: x  # no adapter is in it
+    for call in calls(model):
+        call()
+    assert not torch.equal(model(adapters=ROWS, input_ids=IDS).logits, expected)
+    del module.forward
     assert torch.equal(model(adapters=ROWS, input_ids=IDS).logits, expected)
 
 
