@@ -341,6 +341,13 @@ def test_tiles_take_unlike_tokens_if_they_would_read_adapters_often(tokens, slot
     assert choose_cut(batch, sorted_tokens(batch), tile_tokens) == cut
 
 
+def test_rows_of_a_captured_grid_beyond_the_tiles_have_no_tokens():
+    joint = make_engine("triton", "cpu").prepare_batch(LoRABatch([[0, 1]] * 20, SLOTS)).joint
+    starts = joint.tables[1][: joint.room + 1]
+    assert joint.num_tiles == 2 < joint.room
+    assert starts[2:].tolist() == [20] * (joint.room - 1)
+
+
 def test_tiles_name_few_slots_and_every_token_once():
     slots = torch.randint(-1, 20, (200, 3), generator=torch.Generator().manual_seed(4))
     found = sorted_tokens(LoRABatch(slots, 20))

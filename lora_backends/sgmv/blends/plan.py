@@ -103,6 +103,8 @@ class Blend:
         count, active = len(of_tiles), len(ordered.tokens)
         array[0] = count
         array[starts_at : starts_at + count + 1] = starts
+        # a captured grid has more rows: they read their tile before they know how many there are
+        array[starts_at + count + 1 : starts_at + self.room + 1] = starts[-1]
         array[tokens_at : tokens_at + active] = ordered.tokens
         firsts = np.cumsum([0, *map(len, of_tiles)])
         tiles = np.arange(count).repeat(np.diff(firsts))
