@@ -213,6 +213,16 @@ def test_a_call_serves_other_rows_of_the_same_power_of_two(log, backend, operati
     assert not find(plan, operation, backend, x[:41], weights, y[:41]), "fewer than a refill's"
 
 
+def test_a_repeated_call_is_noted_where_launches_are_not_made(log, backend, operation):
+    weights, plan = small_weights(), backend.prepare_batch(LoRABatch(MIXED, 4))
+    x, y = first_argument(operation), torch.zeros(7, 14)
+    made(log, backend, operation, x, weights, plan, y)
+    log.clear()
+    with backend.recording() as noted:
+        call(backend, operation, x, weights, plan, y)
+    assert not log and len(noted.kernels) == 2
+
+
 def test_a_stride_that_triton_compiles_in_is_that_of_one_number_of_rows(log, backend, operation):
     weights = small_weights(max_rank=3)
     plan = backend.prepare_batch(LoRABatch([3, 0] * 20, 4), capacity=70)

@@ -16,6 +16,7 @@ import torch
 
 from lora_backends.common.devices import is_capturing
 from lora_backends.sgmv.launching.kernel import (
+    RECORD,
     Arguments,
     BoundKernel,
     SpecializedKernel,
@@ -140,9 +141,12 @@ class CachedLaunches:
         )
 
     def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
-        """Launch both kernels; return False, with nothing run, if another device is current."""
+        """Launch both kernels; return False, with nothing run, if another device is current.
+
+        Or if launches are only noted.
+        """
         device, scratch = self.device, self.scratch
-        if self.several and not is_current(device):
+        if (self.several and not is_current(device)) or RECORD.get() is not None:
             return False
         stream = self.stream_of(device.index)
         capturing = stream != 0 and is_capturing(device)  # no graph captures the default stream
