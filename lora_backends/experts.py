@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -145,6 +145,9 @@ class ExpertRouting(Handled):
     # the tensor that topk_weights was copied from, where it requires a gradient
     accepted: Any = field(default=None, init=False, repr=False)
     # the kind of the last choice that passed the checks of `prepare_experts`
+
+    # a handle, which is in the kind, stands for another engine in another process
+    _transient: ClassVar[tuple[str, ...]] = (*Handled._transient, "accepted")
 
     @property
     def num_tokens(self) -> int:

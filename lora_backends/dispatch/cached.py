@@ -6,7 +6,7 @@ with the layer's footprint, and `is_accepted` compares it and looks at the rest.
 
 An engine also stores, on the plan, a `CachedCall` that holds the compiled kernels and their
 arguments, without the addresses of x and y. All plans of an engine may share a cache, if its calls
-hold nothing of a plan. Calls of experts lie in `RoutedCalls` of the engine.
+hold nothing of a plan. Calls of experts are kept in the engine's `RoutedCalls`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _accepted_kind(operation: Operation, x: _Tensor, y: _Tensor | None, detail: 
 class CachedCall(Protocol):
     """One call of an engine, ready to be repeated with other values of x and y.
 
-    A call with ``any_rows = True`` also serves an x and y of other rows, of the same power of two.
+    A call with ``any_rows = True`` serves all numbers of rows that round up to one power of two.
     """
 
     def run(self, x: _Tensor, weights: LoRAWeights, plan: Any, y: _Tensor) -> bool:
@@ -164,7 +164,7 @@ class _Stored:
         self.apart: Any = None
 
     def is_apart(self, x: _Tensor, x_first: int, y: _Tensor, y_first: int, found: Any) -> bool:
-        """Return whether y overlaps neither x nor the layer; if so, remember it as `found`."""
+        """Return whether y overlaps neither x nor the layer; if so, remember `found`."""
         if not (x_first and y_first):
             return False  # no memory, or no rows
         y_end = y_first + extent_of(y)
@@ -390,7 +390,12 @@ class RoutedCalls:
         y: _Tensor,
         options: tuple[Any, ...],
     ) -> Any:
-        """Return the call stored for arguments of this kind, which are checked, or None."""
+        """Return the call stored for arguments of this kind, which are checked, or None.
+
+        None, too, if the strides do not follow from the kind: the call must not get such launches.
+        """
+        if not (_is_regular(x) and _is_regular(y)):
+            return None
         kind = _routed_kind(x, x.data_ptr(), y, y.data_ptr(), routing, options)
         for entry in self._calls.get(weights.handle, ()):
             if entry.kind == kind and entry.footprint is weights.footprint:
@@ -408,7 +413,7 @@ class RoutedCalls:
     ) -> None:
         """Keep a call, whose arguments are checked, for arguments of this kind."""
         if not (_is_regular(x) and _is_regular(y)):
-            return  # a kind does not tell such strides
+            return  # other calls of the kind have other strides
         if len(self._calls) >= MOST_LAYERS:  # as in `CallCache`
             self._calls.clear()
         kind = _routed_kind(x, x.data_ptr(), y, y.data_ptr(), routing, options)
@@ -449,9 +454,9 @@ def _routed_kind(
 
 
 def _is_regular(tensor: _Tensor) -> bool:
-    """Return whether contiguous tensors of this width have these strides.
+    """Return whether a routed kind determines the strides.
 
-    An axis of length 1 may have any stride.
+    It does not for a contiguous tensor whose axes of length 1 have strides of their own.
     """
     steps = [math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.ndim)]
     return not tensor.is_contiguous() or list(tensor.stride()) == steps

@@ -199,7 +199,8 @@ def _choice_kind(
 
     None: a tensor is of another class than torch's own, or has no address.
     """
-    kind: list[Any] = [engine.handle, num_experts, type(num_experts), expert_map is None]
+    # the type comes before the number: an array is then never compared
+    kind: list[Any] = [engine.handle, type(num_experts), num_experts, expert_map is None]
     try:
         for tensor in (topk_ids, topk_weights, expert_map):
             if tensor is expert_map is None:

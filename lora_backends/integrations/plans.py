@@ -194,7 +194,7 @@ class Plans:
         """Return a routing with a layer's choice for the batch, which has memory of its own.
 
         Layers whose choices have the same sizes share it, one after the other. In a CUDA graph each
-        layer has another: it lives as long as the graph.
+        layer has one of its own, which lives as long as the graph.
 
         Args:
             topk_ids: [rows, k], of integers.

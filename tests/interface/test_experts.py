@@ -217,6 +217,25 @@ def test_a_refill_for_more_tokens_or_another_backend_is_refused_after_an_accepte
         other.prepare_experts(other.prepare_batch(small_batch()), IDS, FACTORS, 3, out=routing)
 
 
+def test_a_routing_of_another_process_is_refilled_after_all_checks():
+    """Where another backend may have the handle of the one that made it."""
+    backend, other = TorchRefBackend(), get_backend("numba_cpu", device="cpu")
+    plan = backend.prepare_batch(small_batch())
+    routing = backend.prepare_experts(plan, IDS, FACTORS, 3)
+    plan, routing = pickle.loads(pickle.dumps((plan, routing)))
+    vars(other)["handle"] = backend.handle
+    with pytest.raises(InvalidInputError, match="plan is a"):
+        other.prepare_experts(plan, IDS, FACTORS, 3, out=routing)
+
+
+def test_an_array_is_no_number_of_experts_of_a_refill():
+    backend = TorchRefBackend()
+    plan = backend.prepare_batch(small_batch())
+    routing = backend.prepare_experts(plan, IDS, FACTORS, 3)
+    with pytest.raises(InvalidInputError, match="num_experts is"):
+        backend.prepare_experts(plan, IDS, FACTORS, torch.tensor([3, 3]), out=routing)
+
+
 def test_a_routing_is_refilled_for_as_many_adapters_per_token_alone():
     backend = TorchRefBackend()
     batches = [small_batch(), LoRABatch([[0, 1]] * 7, 4), LoRABatch([[0, 1, 2]] * 7, 4)]

@@ -221,6 +221,9 @@ def test_a_repeated_call_is_noted_where_launches_are_not_made(log, backend, oper
     with backend.recording() as noted:
         call(backend, operation, x, weights, plan, y)
     assert not log and len(noted.kernels) == 2
+    with backend.recording() as noted:
+        backend.forward_with_h(operation, x, weights, plan, y)
+    assert not log and len(noted.kernels) == 2
 
 
 def test_a_stride_that_triton_compiles_in_is_that_of_one_number_of_rows(log, backend, operation):

@@ -34,9 +34,9 @@ def _joined(parent: str, name: str) -> str:
 
 
 def _holds(forward: Any, before: Any, deepest: int = _DEEPEST) -> bool:
-    """Return whether a `forward` is the one of before, or a function around it, e.g. Accelerate's.
+    """Return whether a `forward` is `before`, or a function around it, such as Accelerate's.
 
-    Such a function has it in its closure, in a partial, or in `__wrapped__` (functools.wraps).
+    Such a function has `before` in its closure, in a partial or in `__wrapped__`.
     """
     function = getattr(forward, "__func__", forward)
     if function is getattr(before, "__func__", before):

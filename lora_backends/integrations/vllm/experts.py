@@ -243,7 +243,7 @@ def _not_taken_over(module: Any) -> str:
 
 
 def _refused(moe: Any, parallel: Any) -> str:
-    """Return why vLLM gives the experts of this layer other adapters' or experts' LoRA, or "".
+    """Return why vLLM would run these experts with another one's LoRA; "" if it would not.
 
     Args:
         moe: vLLM's `FusedMoEConfig` of the layer.

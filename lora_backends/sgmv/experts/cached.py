@@ -1,8 +1,8 @@
 """Both launches of a site of experts, kept with every argument that stays the same.
 
-In a model every layer meets a routing of the same sizes at every step, and most steps have kernels
-that an earlier one had. A repeated call passes the addresses of x, h, y and the routing's tables to
-two compiled kernels, and the rows of h.
+In a model every layer meets a routing of the same sizes at every step, and most steps need kernels
+that an earlier step has used. A repeated call passes the addresses of x, h, y and the routing's
+tables to two compiled kernels, and the rows of h.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ class CachedSite:
     def run(
         self, x: torch.Tensor, weights: ExpertWeights, routing: SgmvRouting, y: torch.Tensor
     ) -> bool:
-        """Launch both kernels; return False, with nothing run, if they are not known.
+        """Launch both kernels.
 
-        Or if another device is current, or launches are only noted.
+        Returns False, with nothing run, if the kernels for the routing's tiles are not kept here,
+        if another device is current, or if launches are only noted.
         """
         device, choice = self._device, self._choice
         if (self._several and not is_current(device)) or RECORD.get() is not None:

@@ -109,7 +109,7 @@ class CachedLaunches:
     planes: int  # of h
     slices: int
     ranks: int
-    any_rows: bool  # whether another number of rows, of the same power of two, is the same call
+    any_rows: bool  # whether it serves all numbers of rows that round up to one power of two
     shrink: BoundKernel  # x and h change from call to call, and the sizes of h
     expand: BoundKernel  # h and y change from call to call, and the sizes of h
     counts_rows: bool  # whether the shrink takes the rows of h; the gather of an embedding does not
@@ -141,9 +141,9 @@ class CachedLaunches:
         )
 
     def run(self, x: torch.Tensor, weights: LoRAWeights, plan: Any, y: torch.Tensor) -> bool:
-        """Launch both kernels; return False, with nothing run, if another device is current.
+        """Launch both kernels.
 
-        Or if launches are only noted.
+        Returns False, with nothing run, if another device is current or launches are only noted.
         """
         device, scratch = self.device, self.scratch
         if (self.several and not is_current(device)) or RECORD.get() is not None:
@@ -166,9 +166,9 @@ class CachedLaunches:
     def run_with_h(
         self, x: torch.Tensor, y: torch.Tensor, plan: Any, rows: int
     ) -> torch.Tensor | None:
-        """Launch both kernels on `rows` rows of the grid; return h, or None as `run` does False."""
+        """Launch `rows` rows of both kernels and return h; None where `run` would return False."""
         device = self.device
-        if self.several and not is_current(device):
+        if (self.several and not is_current(device)) or RECORD.get() is not None:
             return None
         h_rows = plan.h_rows(y.numel() // y.shape[-1])
         shape = self.planes, self.slices, h_rows, self.ranks

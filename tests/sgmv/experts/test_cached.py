@@ -265,6 +265,22 @@ def test_a_call_of_one_token_with_odd_strides_serves_no_others(log, new):
     assert len(backend.routed_calls) == 1
 
 
+def test_odd_strides_of_one_token_are_not_added_to_a_call_of_more(log, new):
+    """A call of two tokens may have the same kernels as that of one."""
+    weights, backend = layer(), new()
+    Batch(backend, 600).run(backend, weights)
+    one, two = Batch(backend, 1), Batch(backend, 2)
+    x = torch.zeros(1, INPUTS).bfloat16().as_strided((1, INPUTS), (7, 1))
+    y = torch.zeros(1, TOP_K, 256).bfloat16().as_strided((1, TOP_K, 256), (13, 256, 1))
+    backend.run_experts(x, weights, one.routing, y)
+    found = []
+    for engine in (backend, new()):
+        log.clear()
+        two.run(engine, weights)
+        found.append(launches(log, two, weights))
+    assert found[0] == found[1]
+
+
 WRONG = {
     "x of fewer rows": lambda b: {"x": b.x[:6]},
     "x of another width": lambda b: {"x": b.x[:, :8]},
