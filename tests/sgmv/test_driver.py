@@ -183,6 +183,16 @@ def test_a_descriptor_is_encoded_once_and_taken_by_value(made):
         assert values[2].decode().strip() == repr(expected)
 
 
+def test_a_number_that_changes_may_be_negative(made):
+    """As the stride of slices is, if the tensors of A lie in descending order."""
+    kernel = made(cuda := Cuda(WIDTHS), places=range(7))
+    values = [64, 128, 1 << 46, -7, 5, -(1 << 40), -(1 << 31)]
+    for _ in range(2):
+        assert kernel.launch(2, 1 << 46, values)
+        *_, stream, _, found = cuda.launches.pop()
+        assert (stream, found) == (1 << 46, [*values, 0, 0])
+
+
 @pytest.mark.parametrize(
     "layouts",
     [

@@ -148,7 +148,8 @@ class DriverKernel:
             )
         struct.pack_into(f"={n}q{n}Q", memory, 8 * _ARGUMENTS, *values, *addresses)
         view = memoryview(memory)
-        return _Frame(view.cast("I"), view.cast("Q"), at, arguments_at + 8 * n)
+        # signed: A of one tensor per slice may have a negative stride
+        return _Frame(view.cast("I"), view.cast("q"), at, arguments_at + 8 * n)
 
 
 def driver_kernel(
