@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lora_backends.common.devices import is_capturing
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertRouting
 from lora_backends.sgmv.experts import routing_kernels
@@ -248,18 +249,24 @@ class _Sorter:
 
 def follow_plan(routing: SgmvRouting, programmatic: bool) -> None:
     """Sort the pairs again if their tokens have other slots: the plan was refilled."""
-    plan = routing.plan
-    if routing.plan_refills != plan.refills:
+    plan, sorted_at = routing.plan, routing.plan_refills
+    if sorted_at != plan.refills:
         sort_pairs(routing, plan, routing.topk_ids, routing.topk_weights, None, programmatic)
+        if RECORD.get() is not None:
+            routing.plan_refills = sorted_at  # the launches were only noted: the next call sorts
 
 
 def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
     """Sort the tokens of a routing by slot; return what they are sorted into."""
-    if routing.tokens is None:
+    tokens = routing.tokens
+    if tokens is None:
         assert routing.of_tokens is not None
         column = routing.topk_ids[:, :1]
-        routing.tokens = _new_routing(routing.plan, column, 1, routing.of_tokens, None)
-    tokens = routing.tokens  # the expert of each is 0, as the memory was made
+        tokens = _new_routing(routing.plan, column, 1, routing.of_tokens, None)
+        # memory of a CUDA graph holds zeros only after a replay, so no other call may use it
+        if not is_capturing(column.device):
+            routing.tokens = tokens
+    # the expert of each is 0, as the memory was made
     choice = tokens.topk_ids, tokens.topk_weights
     # it depends on the plan alone, but is done for every call: a captured graph follows its refills
     sort_pairs(tokens, routing.plan, *choice, None, programmatic)

@@ -348,6 +348,40 @@ def test_launches_that_are_noted_are_not_made(log, new):
     assert not log and len(recorded.kernels) == 2
 
 
+def test_pairs_that_were_only_noted_are_sorted_later(log, new):
+    """A plan is refilled, and the first call after it is noted."""
+    weights, backend = layer(), new()
+    batch = Batch(backend)
+    for _ in range(2):
+        batch.run(backend, weights)
+    backend.prepare_batch(Batch(backend, 7, 1).batch, out=batch.routing.plan)
+    log.clear()
+    with backend.recording():
+        batch.run(backend, weights)
+    assert not log
+    for _ in range(2):
+        batch.run(backend, weights)
+    names = [made.name for made in log]
+    assert names == ["compare_kernel", *["shrink_kernel", "expand_kernel"] * 2]
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_memory_that_a_graph_clears_serves_no_other_calls(log, new, monkeypatch, repeats):
+    """Tokens by slot need zeros, which are there only after a replay."""
+    weights, backend = layer(shared=True), new()
+    if repeats:
+        Batch(backend).run(backend, weights)
+    batch = Batch(backend)
+    with monkeypatch.context() as captured:
+        captured.setattr(routing, "is_capturing", lambda device: True)
+        batch.run(backend, weights)
+    assert batch.routing.tokens is None
+    batch.run(backend, weights)
+    assert (tokens := batch.routing.tokens) is not None
+    batch.run(backend, weights)
+    assert batch.routing.tokens is tokens
+
+
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_graph_has_h_of_its_own_and_keeps_the_plan(log, new, monkeypatch, current, capturing):
     weights, backend = layer(), new()
