@@ -382,43 +382,34 @@ class RoutedCalls:
             return None
         return entry.call
 
-    def get(
+    def keep(
         self,
         x: _Tensor,
         weights: LayerWeights,
         routing: Any,
         y: _Tensor,
         options: tuple[Any, ...],
-    ) -> Any:
-        """Return the call stored for arguments of this kind, which are checked, or None.
+        made: Any,
+        new: Callable[[], CachedCall],
+    ) -> None:
+        """Keep the launches `made` by a call, whose arguments are checked, for calls of its kind.
 
-        None, too, if the strides do not follow from the kind: the call must not get such launches.
+        A stored call of the kind takes them by its `add`; without one, `new()` is stored.
         """
         if not (_is_regular(x) and _is_regular(y)):
-            return None
-        kind = _routed_kind(x, x.data_ptr(), y, y.data_ptr(), routing, options)
-        for entry in self._calls.get(weights.handle, ()):
-            if entry.kind == kind and entry.footprint is weights.footprint:
-                return entry.call
-        return None
-
-    def store(
-        self,
-        x: _Tensor,
-        weights: LayerWeights,
-        routing: Any,
-        y: _Tensor,
-        options: tuple[Any, ...],
-        call: CachedCall,
-    ) -> None:
-        """Keep a call, whose arguments are checked, for arguments of this kind."""
-        if not (_is_regular(x) and _is_regular(y)):
             return  # other calls of the kind have other strides
+        kind = _routed_kind(x, x.data_ptr(), y, y.data_ptr(), routing, options)
+        others = []
+        for entry in self._calls.get(weights.handle, ()):
+            if entry.kind != kind:
+                others.append(entry)
+            elif entry.footprint is weights.footprint:
+                call: Any = entry.call
+                call.add(made)
+                return
         if len(self._calls) >= MOST_LAYERS:  # as in `CallCache`
             self._calls.clear()
-        kind = _routed_kind(x, x.data_ptr(), y, y.data_ptr(), routing, options)
-        others = [each for each in self._calls.get(weights.handle, ()) if each.kind != kind]
-        stored = _Stored(kind, call, weights)
+        stored = _Stored(kind, new(), weights)
         self._calls[weights.handle] = (stored, *others[: MOST_KINDS - 1])
 
     def __len__(self) -> int:

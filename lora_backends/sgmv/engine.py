@@ -464,11 +464,7 @@ class SgmvBackend(LoRABackend):
         made = add_experts(y, x, weights, routing, options, **how)
         if made is not None and not INTERPRETED and RECORD.get() is None:
             given = x, weights, routing, y, tuple(how.values())
-            cached = self.routed_calls.get(*given)
-            if cached is None:
-                self.routed_calls.store(*given, CachedSite(made, weighted))
-            else:
-                cached.add(made)
+            self.routed_calls.keep(*given, made, lambda: CachedSite(made, weighted))
         return y
 
     @override

@@ -171,30 +171,25 @@ BAD_ROUTINGS = [
 ]
 
 
+def good_choice(backend):
+    """Return arguments of `prepare_experts`."""
+    plan = backend.prepare_batch(small_batch())
+    return {"plan": plan, "topk_ids": IDS, "topk_weights": FACTORS, "num_experts": 3}
+
+
 @pytest.mark.parametrize(("change", "told"), BAD_ROUTINGS)
 def test_contradictory_routings_are_refused(change, told):
     backend = TorchRefBackend()
-    good = {
-        "plan": backend.prepare_batch(small_batch()),
-        "topk_ids": IDS,
-        "topk_weights": FACTORS,
-        "num_experts": 3,
-    }
     with pytest.raises(InvalidInputError, match=told):
-        backend.prepare_experts(**good | change)
+        backend.prepare_experts(**good_choice(backend) | change)
 
 
 @pytest.mark.parametrize(("change", "told"), BAD_ROUTINGS)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_refills_are_refused_as_well_after_one_that_was_accepted(change, told, mapped, monkeypatch):
     backend = TorchRefBackend()
-    good = {
-        "plan": backend.prepare_batch(small_batch()),
-        "topk_ids": IDS,
-        "topk_weights": FACTORS,
-        "num_experts": 3,
-        "expert_map": torch.arange(3, dtype=torch.int32) if mapped else None,
-    }
+    good = good_choice(backend)
+    good["expert_map"] = torch.arange(3, dtype=torch.int32) if mapped else None
     routing = backend.prepare_experts(**good)
     with monkeypatch.context() as patch:
         patch.setattr(way_in, "_check_prepare", lambda *_: pytest.fail("checked again"))

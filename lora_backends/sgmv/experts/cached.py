@@ -15,7 +15,6 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.experts import ExpertWeights
 from lora_backends.sgmv.experts.launch import (
     SiteLaunches,
-    h_dtype,
     pair_factors,
     parts_of,
     tiles_of,
@@ -31,7 +30,6 @@ from lora_backends.sgmv.launching.kernel import (
     stream_of,
 )
 from lora_backends.sgmv.launching.tma import without_tensor
-from lora_backends.sgmv.tiles.sizes import padded_rank
 
 MOST_SIZES = 16
 """Pairs of kernels that one call keeps; beyond, the oldest goes."""
@@ -85,14 +83,12 @@ class CachedSite:
         key = made.shrink.kernel, made.expand.kernel
         if key in self._pairs:
             return
-        x, *_, h = made.shrink.arguments.tensors
-        site, planes = self._choice.site, h.shape[0]
-        width = site.num_a * padded_rank(site.shape.max_rank)
+        h = made.shrink.arguments.tensors[-1]
         pair = _Pair(
             _Bound.of(made.shrink, _SHRINK),
             _Bound.of(made.expand, _EXPAND),
-            planes,
-            width * h_dtype(planes, x).itemsize,
+            h.shape[0],
+            h.shape[2] * h.element_size(),
         )
         kept = list(self._pairs.items())[-(MOST_SIZES - 1) :]
         self._pairs = dict([*kept, (key, pair)])  # at once: other threads read it

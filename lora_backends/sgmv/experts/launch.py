@@ -223,13 +223,9 @@ def _launch_sum(call: SiteCall, deltas: torch.Tensor, kernel: SpecializedKernel)
 def _new_h(call: SiteCall, planes: int) -> torch.Tensor:
     """Return h: [planes, places, num_a * padded rank]."""
     width = call.weights.num_a * padded_rank(call.weights.max_rank)
-    dtype = h_dtype(planes, call.x)
+    # a single plane has the dtype that h is rounded to for the expand
+    dtype = torch.float32 if planes > 1 else call.x.dtype
     return torch.empty(planes, call.shrunk.num_pairs, width, dtype=dtype, device=call.x.device)
-
-
-def h_dtype(planes: int, x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of h; a single plane has the one that h is rounded to for the expand."""
-    return torch.float32 if planes > 1 else x.dtype
 
 
 def strides_of(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
