@@ -42,7 +42,7 @@ def make_vae() -> nn.Module:
 
 @contextmanager
 def made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Make modules in the block on a device in a dtype: weights of several GB need no copy."""
+    """Make the block's modules on a device and in a dtype: several GB need no copy."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -193,7 +193,7 @@ def _seeds(device: torch.device, images: Iterable[int] = range(IMAGES)) -> list[
 
 
 def _difference(images: torch.Tensor, others: torch.Tensor) -> float:
-    """Return the largest relative difference of an image, by the norm."""
+    """Return the largest relative difference of an image from its pair in `others`, by the norm."""
     rows, norms = images.double().flatten(1), others.double().flatten(1)
     found = ((rows - norms).norm(dim=1) / norms.norm(dim=1)).max().item()
     if not math.isfinite(found):

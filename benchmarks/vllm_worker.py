@@ -18,7 +18,7 @@ class DrawnWeights:
     """An extension of vLLM's workers: vLLM's dummy weights make all logits equal."""
 
     def draw_weights(self) -> None:
-        """Draw the weights anew, the same in every engine; vLLM's leave 8-bit ones as they lie."""
+        """Draw the weights anew, the same in every engine; vLLM leaves 8-bit ones undrawn."""
         import torch
 
         model: Any = self.model_runner.model  # type: ignore[attr-defined]

@@ -146,7 +146,7 @@ class ExpertRouting(Handled):
     accepted: Any = field(default=None, init=False, repr=False)
     # the kind of the last choice that passed the checks of `prepare_experts`
 
-    # a handle, which is in the kind, stands for another engine in another process
+    # the kind holds an engine's handle, which means another engine in another process
     _transient: ClassVar[tuple[str, ...]] = (*Handled._transient, "accepted")
 
     @property

@@ -80,7 +80,7 @@ def writable_file(path: Path, option: str) -> Path:
 
 
 def check_plots(option: str) -> None:
-    """Refuse to plot without matplotlib: plots come last, when minutes of work would be lost."""
+    """Refuse plots if matplotlib is missing, before any work: plots come last."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:

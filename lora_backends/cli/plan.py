@@ -20,7 +20,7 @@ from lora_backends.planning.simulation import Outcome
 from lora_backends.planning.traffic import Traffic
 
 FORMATS = (".svg", ".png", ".pdf")
-"""Suffixes of a plot."""
+"""Suffixes that `--plot` takes."""
 
 
 def plan(

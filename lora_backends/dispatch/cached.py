@@ -141,7 +141,8 @@ def _accepted_kind(operation: Operation, x: _Tensor, y: _Tensor | None, detail: 
 class CachedCall(Protocol):
     """One call of an engine, ready to be repeated with other values of x and y.
 
-    A call with ``any_rows = True`` serves all numbers of rows that round up to one power of two.
+    With ``any_rows = True`` a call serves every number of rows that rounds up to the same power of
+    two.
     """
 
     def run(self, x: _Tensor, weights: LoRAWeights, plan: Any, y: _Tensor) -> bool:
@@ -164,7 +165,7 @@ class _Stored:
         self.apart: Any = None
 
     def is_apart(self, x: _Tensor, x_first: int, y: _Tensor, y_first: int, found: Any) -> bool:
-        """Return whether y overlaps neither x nor the layer; if so, remember `found`."""
+        """Return whether y overlaps neither x nor the layer; if so, keep `found` as `apart`."""
         if not (x_first and y_first):
             return False  # no memory, or no rows
         y_end = y_first + extent_of(y)
@@ -190,21 +191,21 @@ class _StoredCall(_Stored):
         self.any_rows = getattr(call, "any_rows", False) and _has_rows(x) and _has_rows(y)
 
     def takes(self, lengths: tuple[int, int], plan: LoRAPlan) -> bool:
-        """Return whether the first axes of x and y may have such lengths."""
+        """Return whether the call serves x and y whose first axes have these lengths."""
         if lengths == self.lengths:
-            return self.rows >= plan.num_tokens  # a refill may have brought more
+            return self.rows >= plan.num_tokens  # a refill may have brought more tokens
         rows = lengths[1]
         same = self.any_rows and lengths[0] == rows
         return same and plan.num_tokens <= rows <= plan.capacity
 
     def replaces(self, other: _StoredCall) -> bool:
-        """Return whether this call serves whatever another one does."""
+        """Return whether this call serves every call that `other` serves."""
         same = self.key == other.key and self.kind == other.kind
         return same and (self.any_rows or self.lengths == other.lengths)
 
 
 def _has_rows(tensor: _Tensor) -> bool:
-    """Return whether a tensor of more rows, of the same kind, would have the same strides."""
+    """Return whether all tensors of the same kind have the same strides, whatever their rows."""
     if tensor.ndim == 1:
         return tensor.is_contiguous()
     # a contiguous tensor of one row may have any stride between rows
@@ -220,7 +221,7 @@ def _kind_of(x: _Tensor, x_first: int, y: _Tensor, y_first: int) -> tuple[Any, .
         x.is_contiguous() or x.stride(),
         x.dtype,
         x.device,
-        (y_length - 1).bit_length(),  # a plan's sizes follow from the power of two
+        (y_length - 1).bit_length(),  # plans choose tile sizes by this power of two
         tuple(y_row),
         y.is_contiguous() or y.stride(),
         y.dtype,
@@ -256,7 +257,8 @@ class CallCache:
     ) -> CachedCall | None:
         """Return the call that these arguments repeat, or None; they need not be checked.
 
-        Where one is found, every check would pass. The cache may be one of several plans.
+        Where one is found, every check would pass. Several plans may share the cache: `plan` is the
+        call's.
         """
         if (
             type(x) is not _Tensor
@@ -281,8 +283,7 @@ class CallCache:
             return None
         found = x_first, y_first, lengths
         if (
-            # checks of the layer and of the kind have passed before; these may differ from call to
-            # call
+            # the layer and the kind passed the checks when the call was stored; these may differ
             entry.footprint is not weights.footprint
             # an allocator repeats addresses
             or (entry.apart != found and not entry.is_apart(x, x_first, y, y_first, found))
@@ -319,7 +320,7 @@ class CallCache:
 
 
 class RoutedCalls:
-    """The cached calls of experts of one engine. They hold nothing of a plan or of a routing."""
+    """The cached calls of experts of one engine; they hold nothing of a plan or of a routing."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[_Stored, ...]] = {}  # by the handle of the weights
@@ -332,8 +333,8 @@ class RoutedCalls:
     ) -> CachedCall | None:
         """Return the call that these arguments repeat, or None; they need not be checked.
 
-        Where one is found, every check would pass. `options` are those of the operation, the first
-        one its rows.
+        Where one is found, every check would pass. `options` are the values of the operation's
+        options, `rows` first.
         """
         if (
             type(x) is not _Tensor
@@ -363,7 +364,7 @@ class RoutedCalls:
             return None
         found = x_first, y_first, lengths
         if (
-            # the rest was checked with the layer and the kind
+            # the layer and the kind passed the checks when the call was stored; these may differ
             lengths != (tokens * top_k if options[0] == "pairs" else tokens, tokens)
             or not plan.num_tokens <= tokens <= plan.capacity
             or entry.footprint is not weights.footprint
@@ -394,10 +395,10 @@ class RoutedCalls:
     ) -> None:
         """Keep the launches `made` by a call, whose arguments are checked, for calls of its kind.
 
-        A stored call of the kind takes them by its `add`; without one, `new()` is stored.
+        If a call of this kind is stored, its `add` takes them; otherwise `new()` is stored.
         """
         if not (_is_regular(x) and _is_regular(y)):
-            return  # other calls of the kind have other strides
+            return  # another call of the kind may have other strides
         kind = _routed_kind(x, x.data_ptr(), y, y.data_ptr(), routing, options)
         others = []
         for entry in self._calls.get(weights.handle, ()):
@@ -421,7 +422,7 @@ def _routed_kind(
 ) -> tuple[Any, ...]:
     """Return all that checks and the choice of kernels depend on besides layer, tokens and tiles.
 
-    Engines choose the sizes of tiles when the call runs.
+    The engine chooses tile sizes when the call runs.
     """
     plan = routing.plan
     return (
@@ -445,9 +446,9 @@ def _routed_kind(
 
 
 def _is_regular(tensor: _Tensor) -> bool:
-    """Return whether a routed kind determines the strides.
+    """Return whether a tensor's routed kind determines its strides.
 
-    It does not for a contiguous tensor whose axes of length 1 have strides of their own.
+    It may not for a contiguous tensor: an axis of length 1 can have any stride.
     """
     steps = [math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.ndim)]
     return not tensor.is_contiguous() or list(tensor.stride()) == steps

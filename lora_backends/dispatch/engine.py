@@ -24,9 +24,9 @@ class Engine(Handled):
     features: ClassVar[frozenset[str]] = frozenset()
     """Supported features beyond the plain interface: names of `lora_backends.features`."""
     storing: ClassVar[frozenset[str]] = frozenset()
-    """Operations whose calls the class stores on its plans, and for experts in `routed_calls`."""
+    """Operations whose calls the class stores: on its plans, those of experts in `routed_calls`."""
     routed_calls: Any
-    """A `RoutedCalls`, of an engine whose `run_experts` is marked by `stores_calls`."""
+    """A `RoutedCalls`; an engine whose `run_experts` is marked by `stores_calls` must set it."""
 
     def prepare_together(self, batch: Any, out: Any, capacity: int | None) -> Any:
         """Return the data of a batch of several adapters per token for `add_together`, or None.

@@ -197,9 +197,10 @@ def _choice_kind(
 ) -> Any:
     """Return all that the guards of a choice depend on besides plan, values and gradients.
 
-    None: a tensor is of another class than torch's own, or has no address.
+    None, so that the guards run: an argument is no plain strided tensor, has no memory, or is a
+    lazy negation.
     """
-    # the type comes before the number: an array is then never compared
+    # lists compare in order: a difference in type keeps an array from being compared
     kind: list[Any] = [engine.handle, type(num_experts), num_experts, expert_map is None]
     try:
         for tensor in (topk_ids, topk_weights, expert_map):
@@ -225,7 +226,7 @@ def _is_accepted_refill(
     """Return True only where the guards would find no problem in a refill; nothing is explained."""
     if kind is None or not isinstance(out, ExpertRouting) or out.accepted != kind:
         return False
-    # `out` has its engine's type, and this engine has filled it; the new plan is unchecked
+    # the kind holds this engine's handle, so `out` is of its type; the plan is unchecked
     return (
         type(plan) is type(out.plan)
         and isinstance(plan, LoRAPlan)
@@ -314,7 +315,7 @@ def _check_ids(problems: Problems, name: str, ids: torch.Tensor, limit: int) -> 
 
 
 def _is_below(ids: torch.Tensor, limit: int) -> bool:
-    """Return whether ids on a CPU are below a limit; a device's values are not looked at."""
+    """Return whether all ids are below a limit; True on a device, whose values are not read."""
     return ids.device.type != "cpu" or not ids.numel() or int(ids.max()) < limit
 
 

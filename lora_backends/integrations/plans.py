@@ -19,18 +19,18 @@ SMALLEST = 8
 
 
 MOST_ROUTINGS = 8
-"""Routings that are kept, those used last."""
+"""Routings that are kept to be refilled; beyond, the least recently used goes."""
 
 
 class Routed(NamedTuple):
-    """A routing with the choice of one layer; the next layer's choice may take its place."""
+    """A routing with the choice of one layer; the next layer may refill it."""
 
     routing: Any
-    refills: int  # of the routing, when it held the layer's choice
+    refills: int  # of the routing, when it was filled with the layer's choice
 
     @property
     def is_current(self) -> bool:
-        """Whether the routing holds the layer's choice still."""
+        """Whether the routing still holds the layer's choice."""
         return bool(self.routing.refills == self.refills)
 
 
@@ -76,7 +76,7 @@ class Plans:
         self.most_rows = capacity
         self._grows = grows
         self._rooms = [_Room(size) for size in _sizes(backend.device.type, capacity)]
-        self._routings: OrderedDict[Any, Any] = OrderedDict()  # the last one was used last
+        self._routings: OrderedDict[Any, Any] = OrderedDict()  # least recently used first
         self.forget()
 
     def forget(self) -> None:
@@ -191,16 +191,17 @@ class Plans:
         num_experts: int,
         expert_map: torch.Tensor | None = None,
     ) -> Routed:
-        """Return a routing with a layer's choice for the batch, which has memory of its own.
+        """Return a routing filled with a copy of a layer's choice for the batch.
 
-        Layers whose choices have the same sizes share it, one after the other. In a CUDA graph each
-        layer has one of its own, which lives as long as the graph.
+        Layers whose choices have the same sizes refill one routing in turn. During a capture each
+        layer gets a new one, whose memory belongs to the graph.
 
         Args:
             topk_ids: [rows, k], of integers.
             topk_weights: [rows, k], of floats.
             num_experts: of this process.
-            expert_map: [experts of all processes], from an expert to its number here.
+            expert_map: [experts of all processes], from an expert to its number here, or -1.
+                None: every expert is here.
         """
         if topk_ids.dtype not in (torch.int32, torch.int64):
             topk_ids = topk_ids.to(torch.int64)
@@ -211,7 +212,7 @@ class Plans:
         if is_capturing(self.backend.device):
             routing = prepare(*choice)
             return Routed(routing, routing.refills)
-        # tile sizes of a routing follow from all of these; rooms keep their plans
+        # tile sizes depend on all of these; rooms keep their plans alive, so ids stay unique
         key = (id(plan), getattr(plan, "active_slots", 0), *topk_ids.shape, num_experts)
         routing = prepare(*choice, out=self._routings.pop(key, None))
         self._routings[key] = routing

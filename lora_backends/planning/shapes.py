@@ -27,7 +27,7 @@ EIGHT_BIT = DTYPES[3:]
 SCALE_BYTES = 4  # one float32 scale per row of an 8-bit matrix
 TABLE_BYTES = 8  # the rank and the scaling of one slot at one module
 CACHES = ("cache", "past_key_values", "cache_params")  # names of the cache in a model's output
-_LENGTHS = (64, 128)  # tokens of the two passes whose caches are compared, or fewer in a window
+_LENGTHS = (64, 128)  # tokens of the two passes whose caches are compared; a short window cuts both
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _watch(base: Any) -> tuple[dict[str, int], float | None, list[str]]:
     lengths = (last // 2, last) if last < _LENGTHS[1] else _LENGTHS
     try:
         if hasattr(base, "set_experts_implementation"):
-            # the default one looks for experts without tokens, which the meta device does not know
+            # the default one looks for experts without tokens, but meta tensors hold no values
             base.set_experts_implementation("batched_mm")
         with torch.no_grad(), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -292,7 +292,7 @@ def _adapted(
             if held[0] is not None and "default" in held[0]:
                 made = [getattr(each["default"], "weight", each["default"]) for each in held]
                 own: Any = module.r
-                # a router's parameter is a matrix, as that of a linear layer
+                # a router's parameter is one matrix, like a linear layer's weight
                 stacked = hasattr(module, "parameter_name") and module.get_param().ndim == 3
                 adapted[path] = _Adapted(made[0], made[1], stacked, own["default"])
     return adapted
@@ -301,9 +301,9 @@ def _adapted(
 def _stored_bytes(
     modules: Sequence[_Adapted], made_rank: int, rank: int, dtype: str, in_slot: bool = False
 ) -> int:
-    """Return the bytes, scales included, of A and B that were made with another rank.
+    """Return the bytes, scales included, of A and B at `rank`; they were made with `made_rank`.
 
-    In a slot, the stacks of experts have room for the largest rank of any of them.
+    In a slot, all stacks of experts have room for the largest rank among them.
     """
     widest = max((module.rank for module in modules if module.is_stacked), default=0)
     values = scales = 0

@@ -317,7 +317,7 @@ def _entries(adapters: Any, count: int) -> list[Any]:
             f"  allowed: one name, blend or None per text, or one for all"
         )
     for at, entry in enumerate(adapters):
-        if is_per_token(entry):  # the encoder pads and cuts texts
+        if is_per_token(entry):  # the encoder pads and truncates the tokens
             raise InvalidInputError(
                 f"adapters[{at}] is {shown(entry)}\n"
                 f"  allowed: an adapter's name, a dict of names to strengths, or None"

@@ -262,8 +262,8 @@ def _run_cases(attempt: _Attempt) -> None:
     features = attempt.backend.features & attempt.prop.features
     cases = strategy(dtypes, profile=attempt.profile, features=features, **attempt.prop.cases)
     settings = attempt.settings()
-    # Hypothesis begins with the simplest case, whatever the seed: an only case is the next. Less
-    # effort keeps the simplest, which takes the least time.
+    # Hypothesis begins with the simplest case, whatever the seed: to run one case, run the second.
+    # With less effort run the simplest, which takes the least time.
     skips = settings.max_examples == 1 <= attempt.profile.effort
     if skips:
         settings = hypothesis.settings(settings, max_examples=2)

@@ -18,7 +18,7 @@ from lora_backends.errors import InvalidInputError
 _get: Any = dict.get
 _forward: Any = attrgetter("forward")
 _FUNCTIONS = (FunctionType, MethodType, partial)
-_DEEPEST = 4  # functions around a `forward` that are looked through
+_DEEPEST = 4  # nested wrappers of a `forward` that are searched
 
 
 def _is_wide(parameter: nn.Parameter) -> bool:
@@ -34,9 +34,9 @@ def _joined(parent: str, name: str) -> str:
 
 
 def _holds(forward: Any, before: Any, deepest: int = _DEEPEST) -> bool:
-    """Return whether a `forward` is `before`, or a function around it, such as Accelerate's.
+    """Return whether a `forward` is `before` or wraps it, as Accelerate's does.
 
-    Such a function has `before` in its closure, in a partial or in `__wrapped__`.
+    A wrapper holds `before` in its closure, in a partial or in `__wrapped__`.
     """
     function = getattr(forward, "__func__", forward)
     if function is getattr(before, "__func__", before):
@@ -79,8 +79,8 @@ class Structure:
         self.watch_forwards(())
 
     def watch_forwards(self, paths: Iterable[str]) -> None:
-        """From now on refuse another `forward` of some modules, or of modules around them."""
-        # a name of each module from the outermost to the one of the path
+        """Let `check_modules` refuse another `forward` of these modules, or of any around them."""
+        # every prefix of a path names a module around the path's
         around = {name: None for path in paths for name in accumulate(path.split("."), _joined)}
         self._watched = {path: self._base.get_submodule(path) for path in around}
         self._own = [vars(module) for module in self._watched.values()]
@@ -89,7 +89,7 @@ class Structure:
         self._forwards, self._of_classes = self._own_forwards(), self._forwards_of_classes()
 
     def check_modules(self) -> None:
-        """Raise InvalidInputError if a module was replaced or removed, or has another `forward`."""
+        """Raise InvalidInputError if a module was removed, or it or its `forward` was replaced."""
         if self._holders != self._children:  # modules compare by identity
             self._refuse_replaced()
         own = self._own_forwards()
@@ -138,14 +138,14 @@ class Structure:
         )
 
     def _own_forwards(self) -> list[Any]:
-        """Return the `forward` of each watched module that is not its class's, or None."""
+        """Return the `forward` that each watched module has of its own; None: its class's."""
         return list(map(_get, self._own, repeat("forward")))
 
     def _forwards_of_classes(self) -> list[Any]:
         return list(map(_forward, self._classes))
 
     def _check_forwards(self, own: list[Any]) -> None:
-        """Refuse a `forward` that may leave out LoRA, as it does not call the one before."""
+        """Refuse a `forward` that does not hold the earlier one, and so may leave out LoRA."""
         parts = zip(self._watched.items(), own, self._forwards, strict=True)
         for (path, module), now, before in parts:
             plain = type(module).forward
@@ -158,8 +158,8 @@ class Structure:
     def _refuse_forward(self, changed: str) -> None:
         raise InvalidInputError(
             f"{type(self._base).__name__} was changed after it was wrapped: {changed} has another "
-            f"forward, so its adapters could be lost\n"
-            f"  allowed: a forward that calls the one before, from its closure or __wrapped__\n"
+            f"forward, which may leave out LoRA\n"
+            f"  allowed: a forward that calls the earlier one, held in its closure or __wrapped__\n"
             f"  to do: base = model.detach(), then make a new MultiLoRAModel around it"
         )
 

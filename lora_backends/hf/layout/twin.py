@@ -17,9 +17,9 @@ _LEFT_OUT = ("_compiled_call_impl", "_output_capturing_hooks_installed")
 
 
 class InsteadOf:
-    """A callable in the place of a module's method, which a twin does not have.
+    """A callable in place of a module's method.
 
-    With it, the twin would run the module.
+    A twin gets the original method, because the callable would run the module itself.
     """
 
     original: Any  # the bound method

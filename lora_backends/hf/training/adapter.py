@@ -77,7 +77,7 @@ class TrainedAdapter:
             self.joined[path] = _targets(a, b, slot, groups.get(path, 0))
         parameters = [place.parameter for place in self._places]
         masters = [place for place in self._places if place.parameter.dtype != place.part.dtype]
-        # apart: with one strided tensor in a list, torch copies all of them one by one
+        # two lists: with one strided tensor in a list, torch copies all of them one by one
         dense = [place for place in masters if place.part.is_contiguous()]
         strided = [place for place in masters if not place.part.is_contiguous()]
         self._masters = [places for places in (dense, strided) if places]
@@ -89,7 +89,7 @@ class TrainedAdapter:
         """Round masters into the slot; streams and locks are the caller's."""
         if list(map(_data_ptr, self._all)) != self._addresses:
             self._refuse_moved()
-        # each time: a change through `.data` changes no version
+        # on every call: an update through `.data` changes no version
         for places in self._masters:
             torch._foreach_copy_([p.part for p in places], [p.parameter for p in places])
 

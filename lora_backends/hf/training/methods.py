@@ -74,9 +74,9 @@ class ModelTraining:
 
             optimizer = torch.optim.AdamW(model.adapter_parameters("alice").values(), lr=1e-4)
 
-        They are the same objects each time. A change in place, as optimizers make it, also through
-        `.data`, is seen by the next call and by `generate`. After `unload_adapter` they keep their
-        values and have no effect any more.
+        They are the same objects each time. The next call and `generate` see a change in place, as
+        optimizers make it, also through `.data`. After `unload_adapter` they keep their values and
+        have no effect any more.
 
         Args:
             name: of the adapter.

@@ -134,7 +134,7 @@ class Training:
             )
 
     def flush_rows(self, entries: Sequence[RowAdapters]) -> None:
-        """Bring masters into the slots of the adapters that the entries of rows name."""
+        """Bring masters into the slots of the adapters that the rows' entries name."""
         if self.adapters:
             self.flush(adapter_names(entries))
 

@@ -30,7 +30,7 @@ class FirstProduct:
     order: tuple[int, ...]  # addresses of A, in the order of `whole`
 
     def parts(self, stacks: Sequence[torch.Tensor]) -> Sequence[ExpertWeights]:
-        """Return weights that fill the columns of y in the order of the stacks of A."""
+        """Return weights whose columns of y follow each other in the order of the stacks of A."""
         given = tuple([stack.data_ptr() for stack in stacks])
         if given == self.order:
             return (self.whole,)
@@ -101,13 +101,13 @@ def _first_product(module: Any) -> FirstProduct:
 def _joined(stacks: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the stacks of all slices as one, [slots, experts or 1, rows of all slices, columns].
 
-    The stacks and their views become views of it, the same objects as before: vLLM has handed them
-    to the contexts of its layers, and writes adapters into them. With the last of them the old
-    memory is freed, before vLLM makes the stacks of the next layer.
+    The stacks and their views stay the same objects but become views of the result: vLLM has handed
+    them to the contexts of its layers, and writes adapters into them. This frees the old memory
+    before vLLM makes the stacks of the next layer.
 
     Args:
         stacks: [slots, experts or 1, rows, columns] of each slice.
-        views: of single matrices of these or other stacks, which vLLM asks for their shapes.
+        views: single matrices of these or other stacks; vLLM reads their shapes.
     """
     if len(stacks) == 1:
         return stacks[0]
@@ -129,7 +129,7 @@ def _joined(stacks: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> to
 
 def _move(tensor: torch.Tensor, to: torch.Tensor) -> None:
     """Make a tensor a view of the memory of another, which holds equal values."""
-    with torch.inference_mode():  # which may change tensors that were made in it or outside of it
+    with torch.inference_mode():  # it may change tensors made inside or outside of it
         tensor.set_(to.untyped_storage(), to.storage_offset(), to.shape, to.stride())
 
 
@@ -170,7 +170,7 @@ def add_second(
 ) -> None:
     """Add the second product, weighted, to y [tokens, k, columns]; x has a row per pair.
 
-    `add_first` has returned the routing for the layer.
+    `routed` is from `add_first` for the same layer.
 
     Raises:
         UnsupportedInputError: another layer has been routed since.
@@ -179,7 +179,7 @@ def add_second(
         if not routed.is_current:
             raise UnsupportedInputError(
                 "vLLM runs the second product of experts after the first one of another layer\n"
-                "  to do: let no two batches overlap (--enable-dbo)"
+                "  to do: leave out --enable-dbo, so that no two batches overlap"
             )
         site = _SECOND.get(lora_a_stacked[0].data_ptr())
         assert site is not None, "vLLM mixes the stacks of layers"
@@ -235,7 +235,7 @@ def trial(
 
 def _not_taken_over(module: Any) -> str:
     if module.moe_config.moe_parallel_config.dp_size > 1:
-        return "experts under data parallelism"  # vLLM reads tables of its own wrapper
+        return "experts under data parallelism"  # vLLM reads its own wrapper's tables
     stacks = module.w13_lora_a_stacked
     if len({(stack.shape, stack.dtype) for stack in stacks}) > 1:
         return "experts whose A of gate and up differ in shape"
@@ -243,14 +243,14 @@ def _not_taken_over(module: Any) -> str:
 
 
 def _refused(moe: Any, parallel: Any) -> str:
-    """Return why vLLM would run these experts with another one's LoRA; "" if it would not.
+    """Return why vLLM would run these experts with LoRA of other experts or adapters; "": not.
 
     Args:
         moe: vLLM's `FusedMoEConfig` of the layer.
         parallel: vLLM's `ParallelConfig`, or None.
     """
     if moe.moe_parallel_config.dp_size > 1:
-        # each process fills its slots by itself, and loads what its own requests name
+        # each process fills its slots with the adapters of its own requests
         return "data parallelism: vLLM sends slots, which hold other adapters in other processes"
     if not moe.moe_parallel_config.use_ep:
         return ""

@@ -26,7 +26,7 @@ Ranks: TypeAlias = Callable[[Any, int], list[int]]
 class AdoptedLayer:
     """One LoRA layer of vLLM."""
 
-    weights: LoRAWeights  # without A for an embedding, without B for a head that replaces rows
+    weights: LoRAWeights  # no A in an embedding, no B in a head that an adapter replaces
     wrapper: Any  # the `BackendWrapper` whose batch the layer runs on
     table: torch.Tensor | None = None  # [slots * vocabulary, max_rank]: an embedding's A
     ranked: set[int] = field(default_factory=set)  # slots whose adapter has a rank above 0 here
@@ -232,7 +232,7 @@ def _stacks(module: Any, name: str) -> tuple[torch.Tensor, ...]:
     attribute = getattr(module, name, None)
     stacks = (attribute,) if isinstance(attribute, torch.Tensor) else tuple(attribute or ())
     fits = all(stack.ndim == 4 and stack.shape[1] == 1 for stack in stacks)
-    return stacks if fits else ()  # an embedding's A is a table of rows, gathered by vLLM
+    return stacks if fits else ()  # an embedding's A is a table, whose rows are gathered
 
 
 def _weights(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> LoRAWeights:

@@ -205,8 +205,8 @@ def linear(
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stack: torch.Tensor
 ) -> torch.Tensor:
-    # vLLM's classes of parameters only load weights: torch takes longer to call with them, and the
-    # backend takes plain tensors
+    # vLLM's parameter classes serve only to load weights: torch dispatches them more slowly, and
+    # the backend takes plain tensors
     plain, plain_bias = weight.data, None if bias is None else bias.data
     rows = x if x.ndim == 2 else x.flatten(0, -2)  # as Transformers' models pass them
     layer = find(stack)

@@ -15,7 +15,7 @@ from lora_backends.integrations.warm_up import Trial
 def follow() -> None:
     """Let vLLM compile before it measures the free memory for caches, and after it has captured.
 
-    The model has run before vLLM loads any adapter.
+    vLLM also runs the model before it loads any adapter.
     """
     for module, owner in (("gpu_worker", "Worker"), ("cpu_worker", "CPUWorker")):
         place = f"vllm.v1.worker.{module}", owner
@@ -32,9 +32,9 @@ def _warm_up_first(original: Callable[..., Any], worker: Any) -> Any:
 
 
 def _run_once(runner: Any) -> None:
-    """Run the model on one token, if vLLM has not run it: on CPUs with LoRA it does not.
+    """Run the model on one token if vLLM has not run it, as on CPUs with LoRA.
 
-    Adapters with layers that the model does not call are refused, see `Targets`.
+    The run shows which layers the model calls; `Targets` refuses LoRA of the others.
     """
     lora = getattr(runner, "lora_manager", None)
     wrappers = () if lora is None else lora._adapter_manager.punica_wrapper_mapping.values()

@@ -194,9 +194,10 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         scale: float,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Write x times each token's whole head into y, [1, tokens, labels] float32.
+        """Multiply x by the whole head of each token's adapter, into y [1, tokens, labels] float32.
 
-        Token classification calls it, with zeros that stay where a token has no adapter.
+        vLLM calls it for token classification. It passes zeros, which stay where a token has no
+        adapter.
         """
         _check_plain(scale)
         run(y, _rows(x), lora_a_stacked[0], operation.SHRINK)

@@ -103,7 +103,7 @@ class Blend:
         count, active = len(of_tiles), len(ordered.tokens)
         array[0] = count
         array[starts_at : starts_at + count + 1] = starts
-        # a captured grid has more rows: they read their tile before they know how many there are
+        # a captured grid may have more rows, which read their tile's start before they stop
         array[starts_at + count + 1 : starts_at + self.room + 1] = starts[-1]
         array[tokens_at : tokens_at + active] = ordered.tokens
         firsts = np.cumsum([0, *map(len, of_tiles)])

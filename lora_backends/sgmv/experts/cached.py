@@ -1,8 +1,8 @@
 """Both launches of a site of experts, kept with every argument that stays the same.
 
 In a model every layer meets a routing of the same sizes at every step, and most steps need kernels
-that an earlier step has used. A repeated call passes the addresses of x, h, y and the routing's
-tables to two compiled kernels, and the rows of h.
+that an earlier step has used. A repeated call passes to two compiled kernels the addresses of x, h,
+y and the routing's tables, and the rows of h.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class _Bound(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Both kernels of one choice of tile sizes, and h between them."""
+    """Both kernels of one choice of tile sizes, and the sizes of h between them."""
 
     shrink: _Bound
     expand: _Bound
     planes: int  # of h
-    row_bytes: int  # of h in one plane
+    row_bytes: int  # of a row of h in one plane
 
 
 class CachedSite:
@@ -79,7 +79,7 @@ class CachedSite:
         self.add(made)
 
     def add(self, made: SiteLaunches) -> None:
-        """Keep the launches of a call of this kind that was made, with other kernels perhaps."""
+        """Keep the launches of another call of this kind, which may have used other kernels."""
         key = made.shrink.kernel, made.expand.kernel
         if key in self._pairs:
             return
@@ -91,7 +91,7 @@ class CachedSite:
             h.shape[2] * h.element_size(),
         )
         kept = list(self._pairs.items())[-(MOST_SIZES - 1) :]
-        self._pairs = dict([*kept, (key, pair)])  # at once: other threads read it
+        self._pairs = dict([*kept, (key, pair)])  # a new one: threads may be reading the old
 
     def run(
         self, x: torch.Tensor, weights: ExpertWeights, routing: SgmvRouting, y: torch.Tensor
@@ -113,7 +113,7 @@ class CachedSite:
             plan.is_captured = True
         programmatic = choice.options.programmatic
         follow_plan(routing, programmatic)
-        # as in `add_experts`, nothing may come between the shrink and the expand
+        # before the shrink: as in `add_experts`, no kernel may run between it and the expand
         factors = pair_factors(routing, self._weighted)
         shrunk = sort_tokens(routing, programmatic) if choice.site.by_token else routing
         rows = shrunk.num_pairs

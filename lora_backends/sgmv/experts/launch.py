@@ -58,14 +58,17 @@ class SiteKernels(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SiteChoice:
-    """All that the kernels of a site follow from besides a routing; one object for equal sites."""
+    """All that selects a site's kernels besides a routing.
+
+    `choice_of` returns one object for equal values, so that a routing finds kernels by identity.
+    """
 
     site: Site
-    tma: bool  # B allows it
+    tma: bool  # whether B allows it
     options: Options
 
     def kernels(self, routing: SgmvRouting) -> SiteKernels:
-        """Return the kernels that add to y for a routing."""
+        """Return the kernels that add to y; a routing keeps them."""
         if routing.chosen is None:
             routing.chosen = {}
         both: SiteKernels | None = routing.chosen.get(self)
@@ -81,7 +84,7 @@ choice_of = lru_cache(maxsize=4096)(SiteChoice)
 
 
 class SiteLaunches(NamedTuple):
-    """The launches of a call that added to y from tables of the layer."""
+    """Both launches of a call that added to y, and read the layer's own tables, not copies."""
 
     choice: SiteChoice
     shrink: Launched
@@ -117,7 +120,7 @@ def add_experts(
     """Add the delta of every live pair to y, in place; arguments as in `run_experts`.
 
     Returns:
-        The launches, if another call of the layer could repeat them.
+        The launches; None if no call can repeat them: they read copied tables, or `reduce` is set.
     """
     factors = pair_factors(routing, weighted)
     weighted |= routing.plan.token_scales is not None
@@ -152,11 +155,11 @@ def add_experts(
 
 
 def pair_factors(routing: SgmvRouting, weighted: bool) -> torch.Tensor:
-    """Return the factor of every pair, [num_tokens, top_k]; not read if all are 1."""
+    """Return the factor of every pair, [num_tokens, top_k]; read where the site is weighted."""
     factors, given = routing.topk_weights, routing.plan.token_scales
     if given is None:
         return factors
-    # they multiply deltas as the router's weights do
+    # token scales multiply deltas as the router's weights do
     scales: torch.Tensor = given[: routing.num_tokens, None].expand_as(factors)
     return scales * factors if weighted else scales.contiguous()
 
@@ -200,13 +203,13 @@ def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.
 
 
 def parts_of(kernel: SpecializedKernel) -> int:
-    """Return the rows of the grid for each tile; 0: one for each pair, as a tile of its own."""
+    """Return the rows of the grid per tile; 0: a row per pair, each a tile of its own."""
     site = kernel.constants["SITE"]
     return 0 if site.ROWS == 1 else int(site.PARTS)
 
 
 def tiles_of(routing: SgmvRouting, parts: int) -> tuple[tuple[torch.Tensor, ...], int]:
-    """Return the tables that a kernel's tiles stand in, and the rows of its grid."""
+    """Return the tables of a kernel's tiles, and the rows of its grid; `parts` as `parts_of`."""
     if not parts:
         return (routing.order, routing.singles, routing.count), routing.num_pairs
     return (routing.order, routing.tiles, routing.count), routing.max_tiles * parts

@@ -65,9 +65,9 @@ class SgmvRouting(ExpertRouting):
     singles: Tensor  # [num_tokens * top_k, 8] int32, or [0, 8]
     count: Tensor  # [2] int32, tiles in use, and live pairs where there are singles
     scratch: tuple[Tensor, ...]  # counters and keys that the sort keeps between launches
-    of_tokens: PairShape | None  # of `tokens`; None where they are the pairs
+    of_tokens: PairShape | None  # of `tokens`; None: tokens are never sorted
     tokens: SgmvRouting | None = field(default=None, init=False)
-    # the tokens sorted by slot, made when a layer first needs them: all its experts share an A
+    # the tokens sorted by slot, made for the first layer whose experts all share an A
     plan_refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
     chosen: dict[Any, Any] | None = field(default=None, init=False, repr=False)
     # the kernels of each `SiteChoice`
@@ -117,7 +117,7 @@ def _new_routing(
             f"experts, {pairs} pairs\n  allowed: below 2**31 of slots times experts, and of pairs"
         )
     singles, tiles = pairs if shape.has_singles else 0, max_runs(pairs, num_keys, shape.tile)
-    # int32 values; the sort needs zeros in its counters, and `sort_tokens` in the experts
+    # in int32 values; the sort needs zeros in its counters, and `sort_tokens` in the experts
     scratch = (2,) if pairs <= MOST_COMPARED else (pairs, pairs, 2 * num_keys, 2)
     sizes = 2 * pairs, pairs, pairs, tiles * _RECORD, singles * _RECORD, 2, *scratch
     ids, factors, order, of_tiles, of_singles, count, *scratches = _zeros(sizes, device)
@@ -142,7 +142,7 @@ def _new_routing(
 
 
 def _zeros(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return tables of so many int32 values, in one piece of memory: a model makes many."""
+    """Return int32 tables of these sizes, all zeros, in one allocation: a model makes many."""
     starts = list(accumulate(map(aligned, sizes), initial=0))
     memory = torch.zeros(starts[-1], dtype=torch.int32, device=device)
     pairs = zip(sizes, starts, strict=False)
@@ -200,7 +200,7 @@ def _launches(
     shape: tuple[int, int, bool],
     programmatic: bool,
 ) -> Iterator[tuple[int, SpecializedKernel, Arguments]]:
-    """Return rows of the grid, kernel and arguments of each launch that sorts pairs."""
+    """Yield the rows of the grid, the kernel and the arguments of each launch that sorts pairs."""
     pairs, kept = routing.num_pairs, (routing.topk_ids, routing.topk_weights)
     results = (routing.order, routing.tiles, routing.singles, routing.count)
     cut = routing.shape.tile, routing.shape.has_singles
@@ -219,9 +219,9 @@ def _launches(
 
 
 class _Sorter:
-    """The launches that sort one kind of choice into a routing; the choice is at other addresses.
+    """The launches that sort choices of one kind, at any aligned addresses, into a routing.
 
-    Addresses of a choice are the first arguments of the first kernel.
+    The addresses of a choice are the first arguments of the first kernel.
     """
 
     __slots__ = ("_device", "_first", "_more", "_several", "_stream_of")
@@ -234,11 +234,11 @@ class _Sorter:
         self._more = [(rows, kernel.bind(given, ())) for rows, kernel, given in more]
 
     def run(self, addresses: Sequence[int]) -> bool:
-        """Sort the choice; return False, with nothing run, if it has to be launched in full."""
+        """Sort the choice, or return False, with nothing run: `sort_pairs` then launches it."""
         if (self._several and not is_current(self._device)) or RECORD.get() is not None:
             return False
         if any([address & 15 for address in addresses]):
-            return False  # Triton compiles other code for them
+            return False  # Triton compiles other code for unaligned addresses
         stream, hooks = self._stream_of(self._device.index), has_launch_hooks()
         rows, kernel = self._first
         kernel.launch(rows, stream, addresses, hooks)
@@ -253,7 +253,7 @@ def follow_plan(routing: SgmvRouting, programmatic: bool) -> None:
     if sorted_at != plan.refills:
         sort_pairs(routing, plan, routing.topk_ids, routing.topk_weights, None, programmatic)
         if RECORD.get() is not None:
-            routing.plan_refills = sorted_at  # the launches were only noted: the next call sorts
+            routing.plan_refills = sorted_at  # launches were only noted: the next call sorts
 
 
 def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
@@ -266,7 +266,7 @@ def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
         # memory of a CUDA graph holds zeros only after a replay, so no other call may use it
         if not is_capturing(column.device):
             routing.tokens = tokens
-    # the expert of each is 0, as the memory was made
+    # every expert is 0, as the memory is made with zeros
     choice = tokens.topk_ids, tokens.topk_weights
     # it depends on the plan alone, but is done for every call: a captured graph follows its refills
     sort_pairs(tokens, routing.plan, *choice, None, programmatic)

@@ -32,7 +32,7 @@ MOST_KEPT_VALUES = 1 << 20
 """Float32 values of h, 4 MB, that are kept for the next call; more are allocated for each call."""
 
 MOST_ROWS = 1 << 15
-"""Rows of h up to which a call serves other numbers of rows."""
+"""Most rows of h with which a call serves other numbers of rows."""
 
 _H_SIZES = "h_rows", "h_stride_s"
 """Arguments that follow from the rows of h: their number, and the stride of its slices."""
@@ -120,8 +120,8 @@ class CachedLaunches:
         descriptors = tuple(map(without_tensor, expand.arguments.descriptors))
         h = expand.arguments.tensors[0]
         planes, slices, rows, ranks = h.shape
-        # Triton compiles other code for a stride of h's slices that is no multiple of 16 or takes
-        # 64 bits; and a grid of two axes has fewer rows than more tokens may need
+        # Triton compiles other code if the stride of h's slices is no multiple of 16 or takes 64
+        # bits, and a grid of two axes may have too few rows for more tokens
         any_rows = ranks % 16 == 0 and rows <= MOST_ROWS
         names, last = shrink.kernel.kernel.arg_names, len(shrink.arguments.tensors) - 1
         sizes = [names.index(name) for name in _H_SIZES if name in names]

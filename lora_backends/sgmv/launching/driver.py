@@ -70,7 +70,7 @@ class _Frame(NamedTuple):
 
 
 class TensorMap:
-    """A TMA descriptor as a kernel takes it by value: a CUtensorMap."""
+    """A TMA descriptor in the form that kernels take by value: a CUtensorMap."""
 
     __slots__ = ("_memory", "address")
 
@@ -97,7 +97,7 @@ class DriverKernel:
         threads: int,  # of a program
         shared_bytes: int,  # of a program
         programmatic: bool,  # launch before the kernel in front has ended
-        arguments: Sequence[int | TensorMap],  # without constants; their tensors must stay alive
+        arguments: Sequence[int | TensorMap],  # without constants; tensors must stay alive
         places: Sequence[int],  # of the arguments that change
     ) -> None:
         self._launch, self._function = launch, function
@@ -148,22 +148,22 @@ class DriverKernel:
             )
         struct.pack_into(f"={n}q{n}Q", memory, 8 * _ARGUMENTS, *values, *addresses)
         view = memoryview(memory)
-        # signed: A of one tensor per slice may have a negative stride
+        # signed: where A is one tensor per slice, the stride between them may be negative
         return _Frame(view.cast("I"), view.cast("q"), at, arguments_at + 8 * n)
 
 
 def driver_kernel(
     compiled: Any,
     given: Mapping[int, Any],  # arguments by their place in the kernel's signature
-    addresses: int,  # the first so many places are of addresses
+    addresses: int,  # how many places, from the first, hold addresses
     places: Sequence[int],  # of those that change from call to call
     grid: tuple[int, int, int],
     axis: int,
 ) -> DriverKernel | None:
     """Return a kernel that Triton compiled for these arguments, or None: Triton launches it.
 
-    `given` leaves out what Triton compiled in as a constant. A descriptor is Triton's
-    `TensorDescriptor`; a kernel takes its map, its shape and its strides.
+    `given` leaves out arguments that Triton compiled in as constants. A descriptor is Triton's
+    `TensorDescriptor`, which a kernel takes as its map, its shape and its strides.
     """
     driver, metadata = cuda_driver(), compiled.metadata
     if driver is None or metadata.num_ctas != 1 or metadata.shared > _MOST_SHARED:
@@ -175,7 +175,7 @@ def driver_kernel(
         return None  # it is compiled in, so it cannot change
     layouts = iter(getattr(metadata, "tensordesc_meta", None) or ())
     arguments: list[int | TensorMap] = []
-    widths, found = [], {}  # bytes of each argument; the place of an argument by that in `given`
+    widths, found = [], {}  # bytes of each argument; its index, by its place in `given`
     for place, value in sorted(given.items()):
         found[place] = len(arguments)
         if isinstance(value, int):
@@ -190,7 +190,7 @@ def driver_kernel(
         arguments += [encoded, *value.shape, *value.strides]
         widths += [_MAP_BYTES, *[4] * rank, *[8] * rank]
     if next(layouts, None) is not None:
-        return None  # a descriptor that the launch does not know
+        return None  # the kernel takes a descriptor that `given` lacks
     # the parameters: those, and two addresses of scratch memory
     if _widths(driver, compiled.function) != [*widths, *[8] * _SCRATCH]:
         return None
@@ -208,7 +208,7 @@ def driver_kernel(
 
 
 def _tensor_map(driver: Driver, descriptor: Any, layout: Any) -> TensorMap | None:
-    """Encode a descriptor as Triton's launcher does; None for one of a kind that is not known.
+    """Encode a descriptor as Triton's launcher does; None if its kind is unknown or it is refused.
 
     `layout` is Triton's: how the compiled kernel expects the descriptor's blocks in memory.
     """

@@ -172,8 +172,8 @@ class SpecializedKernel:
         """Return the compiled kernel of an earlier launch with its arguments filled in.
 
         `places` are the positions, among all tensors, descriptors and numbers, of those that change
-        from call to call. What Triton specialises on must not change: dtypes, the 16-byte alignment
-        of addresses, and of numbers whether they are 1, a multiple of 16, and of 32 bits.
+        from call to call. Triton specialises on dtypes, on the 16-byte alignment of addresses, and
+        on whether a number is 1, is a multiple of 16, or fits 32 bits: none of these may change.
         """
         tensors, descriptors, numbers = arguments
         pointers = [tensor.data_ptr() for tensor in tensors]

@@ -249,7 +249,7 @@ def nan_and_infinity_stay_where_they_belong(backend: LoRABackend, case: LoRACase
     features=ANY_LAYER,
 )
 def zeros_hide_no_nan_of_the_weights(backend: LoRABackend, case: LoRACase) -> None:
-    """A product of 0 with either is NaN, so no zero may be left out of a sum."""
+    """0 times NaN or infinity is NaN, so no zero may be left out of a sum."""
     adapted = sorted((t, s) for t in {*case.slots} - {-1} for s, r in enumerate(case.ranks[t]) if r)
     if not adapted:
         return
@@ -275,7 +275,7 @@ def zeros_hide_no_nan_of_the_weights(backend: LoRABackend, case: LoRACase) -> No
 def _set_one(
     weights: LoRAWeights, slot: int, s: int, of_a: bool, index: int, value: float
 ) -> slice:
-    """Set a value in a column of A or a row of B, or its scale; return all that share it."""
+    """Set a value of A or B, or its scale; return the columns of A or rows of B that it reaches."""
     width = weights.in_features if of_a else weights.output_slices[s]
     if weights.a_scales is None or weights.b_scales is None:
         stack = weights.a_of(s)[slot] if of_a else weights.b_of(s)[slot].T
@@ -291,7 +291,7 @@ def _set_one(
 def _check_spoiled(
     backend: LoRABackend, inputs: LoRAInputs, y: torch.Tensor, spoiled: torch.Tensor, about: str
 ) -> None:
-    """Check that y is finite except at some places, and right there; `inputs` are finite."""
+    """Check that y is not finite exactly where `spoiled`, else right; `inputs` are finite."""
     wrong = y.cpu().isfinite() == spoiled
     if bool(wrong.any()):
         row, column = (int(i) for i in wrong.nonzero()[0])

@@ -82,7 +82,8 @@ class Targets:
             names: vLLM's names of its modules.
 
         Raises:
-            UnsupportedInputError: a module has no layer, or vLLM's model does not call its layer.
+            UnsupportedInputError: a module has no layer, vLLM's model does not call its layer, or
+                vLLM would run it wrong.
         """
         refused = {name: self._why_not(name) for name in names}
         reasons = [f"{name}: {why}" for name, why in refused.items() if why]

@@ -37,7 +37,7 @@ def gradients_of_two_large_sizes_are_right(backend: LoRABackend, case: LoRACase)
     """Of tokens, slots, inputs, columns and the rank; by each operation in turn."""
     wide = (torch.float32, *backend.dtypes)[torch.float32 not in backend.dtypes]
     for turn, large in enumerate(mixed_sizes(backend, case)):
-        # 8-bit stacks have no gradient, and 16 bits or integers hide a rounding
+        # two of three: 8-bit stacks have no gradient, 16 bits or integers hide rounding errors
         if turn % 3 != case.seed % 3:
             large = replace(large, dtype=wide, stored=None, values="sparse")
         inputs = large.build(backend.device)
