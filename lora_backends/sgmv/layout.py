@@ -39,6 +39,7 @@ class RowSizes(NamedTuple):
     SEGMENT: int  # tokens of a segment
     GROUP: int  # most segments of a group
     BY_TOKEN: bool  # whether h has a row for every token, not for every place
+    WIDTH: int = 1  # tokens that share a row of x: pairs of one token
 
 
 @dataclass(eq=False)

@@ -338,7 +338,7 @@ def test_tiles_take_unlike_tokens_if_they_would_read_adapters_often(tokens, slot
         chosen = torch.rand(tokens, slots, generator=torch.Generator().manual_seed(3))
         chosen = chosen.argsort(1)[:, :n]
     batch = LoRABatch(chosen, slots)
-    assert choose_cut(batch, sorted_tokens(batch), tile_tokens) == cut
+    assert choose_cut(batch, sorted_tokens(batch), tile_tokens)[:3] == cut
 
 
 def test_rows_of_a_captured_grid_beyond_the_tiles_have_no_tokens():

@@ -3,8 +3,8 @@
 
 An entry of a tile is an adapter that at least one of its tokens has. The tile's entries act as one
 adapter of a higher rank: the shrink stacks the rows of A of all entries, and one product of the
-expand takes the ranks of several. In h, slice s of entry e is slice e * NUM_SLICES + s. Axes as in
-`sgmv.kernels`: T (rows of the tile), N (rows of A, all entries and slices stacked), E (entries of a
+expand takes the ranks of several. In h, slice s of entry e is slice e * NUM_SLICES + s; with PAIRS
+entry e of token t has row t * ENTRIES + e instead. Axes as in `sgmv.kernels`: T (rows of the tile), N (rows of A, all entries and slices stacked), E (entries of a
 product), R (rank), V (ranks of the entries of a product, stacked), C (columns of y).
 """
 
@@ -74,6 +74,7 @@ def blend_shrink_kernel(
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
     ENTRIES: tl.constexpr,
+    PAIRS: tl.constexpr,
     SIZES: tl.constexpr,
 ):
     """h[k, e, s, t, :r] = x[t, part k] @ a[slots[e], s, :r, part k].T for every entry e."""
@@ -87,8 +88,14 @@ def blend_shrink_kernel(
     part = program % SIZES.SPLIT_K
     n = program // SIZES.SPLIT_K * SIZES.BLOCK_N + tl.arange(0, SIZES.BLOCK_N)  # [N]
     stacked, r = n // SIZES.RANK_PAD, n % SIZES.RANK_PAD  # [N]
-    plane = ENTRIES * SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
-    h_columns = h_ptr + part * plane + stacked.to(tl.int64) * h_stride_s + r  # [N]
+    if PAIRS:
+        plane = SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
+        s, e = stacked % SIZES.NUM_SLICES, stacked // SIZES.NUM_SLICES
+        h_columns = s.to(tl.int64) * h_stride_s + e.to(tl.int64) * h_stride_t
+    else:
+        plane = ENTRIES * SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
+        h_columns = stacked.to(tl.int64) * h_stride_s
+    h_columns = h_ptr + part * plane + h_columns + r  # [N]
     num_tiles = tl.load(num_tiles_ptr)
     # the first tile's, which unlike `num_tiles` need not be waited for
     block = _stacked_rows(slots_ptr, first, stacked, r, ENTRIES, SIZES)
@@ -100,7 +107,7 @@ def blend_shrink_kernel(
         gdc_launch_dependents()
     for row in tl.range(first, num_tiles, grid_rows, num_stages=1):
         if tl.max(block.live.to(tl.int32)) > 0:
-            rows = Rows(slot=0, tokens=tokens, h=tokens)
+            rows = Rows(slot=0, tokens=tokens, h=tokens * ENTRIES if PAIRS else tokens)
             shrink_block(x, a, block, h_columns, h_stride_t, rows, part, SIZES)
         following = tl.minimum(row + grid_rows, num_tiles - 1)
         block = _stacked_rows(slots_ptr, following, stacked, r, ENTRIES, SIZES)
@@ -147,6 +154,7 @@ def blend_expand_kernel(
     ENTRIES: tl.constexpr,
     TOGETHER: tl.constexpr,
     MERGED: tl.constexpr,
+    PAIRS: tl.constexpr,
     SIZES: tl.constexpr,
 ):
     """y[t, c] += sum over e of factors[t, e] * scaling * (h[e, s, t, :r] @ b[l, c, :r].T) + bias.
@@ -163,7 +171,11 @@ def blend_expand_kernel(
     )  # fmt: skip
     s, first, end = columns_of(program, SIZES)
     num_tiles = tl.load(num_tiles_ptr)
-    of_entry = SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t  # values of h in a plane
+    of_slices = SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
+    if PAIRS:
+        plane, of_entry, of_token = of_slices, h_stride_t, ENTRIES * h_stride_t
+    else:
+        plane, of_entry, of_token = ENTRIES * of_slices, of_slices, h_stride_t
     e = tl.arange(0, ENTRIES)
     for tile_row in tl.range(row, num_tiles, grid_rows, num_stages=1):
         tokens, positions = _positions(starts_ptr, tokens_ptr, tile_row, TILE)
@@ -182,11 +194,11 @@ def blend_expand_kernel(
         changed = tl.max(changed.to(tl.int32), 1) > 0
         of_y = RowsOfY(at=y_ptr + tokens * y_stride_t, read=changed, written=changed)
         h_slice = h_ptr + s.to(tl.int64) * h_stride_s
-        h_rows_at = h_slice + tokens * h_stride_t  # [T]
+        h_rows_at = h_slice + tokens * of_token  # [T]
         entries = Entries(
             slots=slots_at, used=used, size=ENTRIES, factors=factors_at, has_token=has_token,
             tokens=tokens, positions=positions, h=h_rows_at, h_stride=of_entry,
-            h_stride_t=h_stride_t, plane=ENTRIES * of_entry, ranks=ranks_ptr + s,
+            h_stride_t=of_token, plane=plane, ranks=ranks_ptr + s,
             scalings=scalings_ptr + s, y=of_y, y_stride=y_stride_t, first_y=y_ptr, first_h=h_slice,
             first_factors=factors_ptr, s=s, end=end,
         )  # fmt: skip

@@ -11,24 +11,29 @@ import torch
 
 from lora_backends.common.devices import is_capturing
 from lora_backends.eight_bit import b_row_groups
-from lora_backends.sgmv.blends import kernels
+from lora_backends.sgmv.blends import kernels, pair_kernels
 from lora_backends.sgmv.blends.plan import Blend
 from lora_backends.sgmv.launch import (
     EMPTY_ROW,
     Options,
     Stacks,
+    _shrink_kernel,
     choose_sizes,
     layer_shape,
     shrink_arguments,
     stacks_of,
 )
 from lora_backends.sgmv.launching.kernel import (
+    ABSENT,
     Arguments,
     SpecializedKernel,
     specialized,
 )
 from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
+from lora_backends.sgmv.launching.tma import MAX_GRID_ROWS, descriptor
+from lora_backends.sgmv.layout import RowSizes
 from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
+from lora_backends.sgmv.tiles.rules import ends_beyond_ranks
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
     MIN_DOT,
@@ -64,6 +69,9 @@ class BlendShape(NamedTuple):
     entries: int  # of a tile, at most
     merged: bool  # whether tokens of a tile may have other adapters than their neighbours
     folds: bool  # whether factors may multiply h: not in the narrow exponents of float16
+    pairs: BatchShape | None = None  # of the shrink, if it goes by pair
+    row: RowSizes | None = None  # by which that finds its row
+    tma: bool = False  # whether B can be loaded through TMA
 
 
 class BlendTiles(NamedTuple):
@@ -72,6 +80,7 @@ class BlendTiles(NamedTuple):
     shrink: ShrinkTiles
     expand: ExpandTiles
     together: int  # entries of a product; 0: one, its factors applied behind it
+    rows: bool = False  # without a matrix product, by the expand of `pairs`
 
 
 @dataclass(eq=False, slots=True)
@@ -116,11 +125,20 @@ def add(
     if not rows:
         return
     kernels = kernels_of(weights, stacks, blend, tokens, x.dtype, options)
-    shape = (kernels.split_k, blend.entries * weights.num_slices, tokens, weights.max_rank)
+    slices, h_rows = weights.num_slices, tokens
+    if blend.merged and not blend.by_pair:
+        slices *= blend.entries
+    else:
+        h_rows = -(-tokens * blend.width // 16) * 16
+    shape = (kernels.split_k, slices, h_rows, weights.max_rank)
     h = torch.empty(shape, dtype=torch.float32, device=x.device)
     *tables, factors = blend.tables
-    tensors, _, numbers = shrink_arguments(x, stacks, tuple(tables), h)
-    kernels.shrink.launch(rows, Arguments(tensors, (), (*numbers, rows)))
+    if blend.by_pair:
+        of_a = shrink_arguments(x, stacks, (*blend.pair_tables(), ABSENT), h)
+        kernels.shrink.launch(blend.pair_rows(capturing, tokens) or EMPTY_ROW, of_a)
+    else:
+        tensors, _, numbers = shrink_arguments(x, stacks, tuple(tables), h)
+        kernels.shrink.launch(rows, Arguments(tensors, (), (*numbers, rows)))
     b, b_scales, bias = stacks.b, stacks.b_scales, stacks.bias
     # also passed for tensors that the layer lacks, which the kernel does not read
     stored = b.base if stacks.is_plain else stored_bytes(b.base)
@@ -136,8 +154,18 @@ def add(
         *tables,
         factors,
     )
+    descriptors: tuple[Any, ...] = ()
+    if kernels.expand.kernel is pair_kernels.pair_expand_kernel:
+        ids = blend.ids if blend.by_pair else blend.tables[3]  # read where tokens are unlike
+        of_b = (*of_b, ids)
+        sizes, tma = kernels.expand.sizes, None
+        if kernels.expand.constants["PROGRAMS"] == 0:
+            tma = descriptor(
+                b._replace(base=stored), weights.max_rank, sizes.BLOCK_C, sizes.BLOCK_R
+            )
+        descriptors = (tma,)
     numbers_of_b = (
-        tokens,
+        h_rows,
         *h.stride()[1:3],
         *b.strides,
         y.stride(0),
@@ -145,7 +173,7 @@ def add(
         *((0, 0) if b_scales is None else b_scales.stride()[:2]),
         rows,
     )
-    kernels.expand.launch(rows, Arguments(of_b, (), numbers_of_b))
+    kernels.expand.launch(rows, Arguments(of_b, descriptors, numbers_of_b))
 
 
 def kernels_of(
@@ -160,11 +188,17 @@ def kernels_of(
     tokens = rows if blend.is_captured else blend.num_tokens
     kind = 0 if stacks.is_plain else storage_kind(weights.dtype, options.programmatic)
     folds = not kind and weights.dtype != torch.float16
+    of_pairs, row = None, None
+    if blend.by_pair:
+        num_pairs = rows * blend.adapters if blend.is_captured else blend.num_pairs
+        of_pairs = BatchShape(num_pairs, blend.active_slots, blend.run_pairs)
+        row = blend.pair_row()
+    tma = options.tma and stacks.tma and blend.grid_rows(True, rows) <= MAX_GRID_ROWS
     return kernels_for(
         BatchShape(tokens, blend.tiles_hint, blend.tile_tokens),
         layer_shape(weights, dtype.itemsize),
         weights.output_slices,
-        BlendShape(blend.entries, blend.merged, folds),
+        BlendShape(blend.entries, blend.merged, folds, of_pairs, row, tma),
         stacks.bias is not None,
         stacks.aligns,
         Storage(kind, weights.scale_block, dtype) if kind else PLAIN,
@@ -179,6 +213,8 @@ def choose_blend_tiles(
     # not the tables, which were measured with one adapter per token
     rules = options._replace(source=rules_for(options.gpu))
     rank_pad = padded_rank(layer.max_rank)
+    if shape.pairs and shape.merged:
+        return _by_pair(shape.pairs, layer, storage, options)
     rank = shape.entries * rank_pad
     if shape.merged or storage.kind or rank > MAX_STACKED:
         # with fewer tokens a tile the rules choose sizes without a matrix product
@@ -223,7 +259,20 @@ def choose_blend_tiles(
             block_c, num_warps = 64, 8
             chunks = min(chunks, 4 if stacked_ranks < 2 * MAX_BLOCK_R else 2)
     expand = replace(expand, block_c=block_c, chunks=chunks, num_warps=num_warps)
+    if shape.pairs:
+        shrink = _by_pair(shape.pairs, layer, storage, options).shrink
     return BlendTiles(shrink, expand, together)
+
+
+def _by_pair(
+    batch: BatchShape, layer: LayerShape, storage: Storage, options: Options
+) -> BlendTiles:
+    """Return the sizes of both kernels where the shrink goes by pair and tokens are unlike."""
+    shrink = choose_sizes(batch, layer, storage, options, "linear")[0]
+    block_r = min(MAX_BLOCK_R, padded_rank(layer.max_rank))
+    # each program of the expand reads all planes of h of all pairs
+    shrink = replace(shrink, split_k=min(shrink.split_k, 4))
+    return BlendTiles(shrink, ExpandTiles(64, block_r, num_warps=4, num_stages=3), 0)
 
 
 @lru_cache(maxsize=4096)
@@ -238,8 +287,14 @@ def kernels_for(
     options: Options,
 ) -> BlendKernels:
     """Return both kernels."""
-    shrink, expand, together = choose_blend_tiles(batch, layer, blend, storage, options)
+    shrink, expand, together, by_rows = choose_blend_tiles(batch, layer, blend, storage, options)
     entries = blend.entries
+    of_unlike = blend.pairs is not None and blend.merged
+    tma = expand.num_stages > 1 and not of_unlike
+    if tma and slice_aligns[1]:  # no block may reach beyond the tensor of its slice
+        tma = blend.tma and column_programs(output_slices, expand).even
+    if tma and not (blend.tma and blend.folds):
+        raise ValueError("B cannot be loaded through TMA")
     columns, rank = column_programs(output_slices, expand), layer.max_rank
     of_a = shrink_sizes(
         shrink,
@@ -251,6 +306,7 @@ def kernels_for(
         NUM_SLICES=layer.num_slices,
         SLICE_ALIGN=slice_aligns[0],
         EVEN_R=8 if rank % 8 == 0 else 0,
+        EXITS=blend.pairs is not None and ends_beyond_ranks(blend.pairs, options.gpu),
     )
     of_b = expand_sizes(
         expand,
@@ -265,19 +321,36 @@ def kernels_for(
         SLICE_ALIGN=slice_aligns[1],
         HAS_BIAS=has_bias,
     )
-    blocks = -(-layer.stacked * entries // shrink.block_n)
     tile: dict[str, Any] = {"TILE": batch.tile_tokens, "ENTRIES": entries}
-    return BlendKernels(
-        specialized(
+    is_pairs = blend.pairs is not None or not blend.merged
+    if blend.pairs is not None:
+        assert blend.row is not None
+        of_shrink = _shrink_kernel(layer, shrink, of_a, blend.row, options)
+    else:
+        of_shrink = specialized(
             kernels.blend_shrink_kernel,
-            blocks * shrink.split_k,
+            -(-layer.stacked * entries // shrink.block_n) * shrink.split_k,
             num_warps=shrink.num_warps,
             num_stages=shrink.num_stages,
             programmatic=options.programmatic,
             SIZES=of_a,
+            PAIRS=is_pairs,
             **tile,
-        ),
-        specialized(
+        )
+    if of_unlike or tma or by_rows:
+        of_expand = specialized(
+            pair_kernels.pair_expand_kernel,
+            columns.programs,
+            num_warps=expand.num_warps,
+            programmatic=options.programmatic,
+            PROGRAMS=0 if tma else columns.programs,
+            SIZES=of_b,
+            WIDTH=blend.row.WIDTH if blend.row else entries,
+            MERGED=blend.merged,
+            **tile,
+        )
+    else:
+        of_expand = specialized(
             kernels.blend_expand_kernel,
             columns.programs,
             num_warps=expand.num_warps,
@@ -285,7 +358,7 @@ def kernels_for(
             SIZES=of_b,
             TOGETHER=together,
             MERGED=blend.merged,
+            PAIRS=is_pairs,
             **tile,
-        ),
-        shrink.split_k,
-    )
+        )
+    return BlendKernels(of_shrink, of_expand, shrink.split_k)

@@ -16,19 +16,40 @@ of one set would read an adapter many times: then a tile takes several sets.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.many_adapters import SortedTokens, sorted_tokens
-from lora_backends.sgmv.layout import Ints, aligned, bucket, max_runs
-from lora_backends.sgmv.tiles.sizes import power_of_two
+from lora_backends.sgmv.layout import (
+    EMPTY,
+    Counted,
+    Ints,
+    RowSizes,
+    aligned,
+    bucket,
+    fill_runs,
+    max_runs,
+    most_run_tables,
+    run_tables,
+    run_tables_size,
+)
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, power_of_two
 
 READS, ALIKE = 4, 8
 """Tiles take unlike tokens if sets have fewer than ALIKE tokens each, and tiles of one set would
 read every adapter more than READS times."""
+
+
+class Cut(NamedTuple):
+    """How a batch is cut into tiles."""
+
+    tile_tokens: int
+    entries: int  # of a tile, at most; a power of two
+    merged: bool  # whether tokens of a tile may have other adapters than their neighbours
+    by_pair: bool = False  # whether the shrink takes pairs of a token and an adapter, by slot
 
 
 @dataclass(eq=False)
@@ -43,9 +64,16 @@ class Blend:
         factors  [[1, 1], [1, 1], [1, 1], [nan, 1]]
 
     factors [positions, entries] has the token's scale for each entry, or NaN where the token does
-    not have that adapter. A slot that a token has twice is two entries. Programs loop over tiles,
+    that adapter. A slot that a token has twice is two entries. Programs loop over tiles,
     so a captured grid serves any number of them. All tables lie in one buffer, which a refill
     overwrites.
+
+    By pair, the shrink is that of one adapter per token on the pairs (token, adapter): each pair
+    has a row of h, and pair ``token * width + j`` has the token's j-th adapter, ascending. Tables
+    of runs of one slot, as `layout` cuts them, lie behind the others. The expand reads
+
+        factors  [positions, width]   of each pair, NaN where there is none
+        ids      [positions, width]   the pair's entry of the tile, or -1
     """
 
     num_slots: int
@@ -55,6 +83,12 @@ class Blend:
     packed: torch.Tensor  # [size] int32, on the device
     entries: int = 0  # of a tile, at most; a power of two
     merged: bool = False  # whether tokens of a tile may have other adapters than their neighbours
+    by_pair: bool = False  # whether the shrink takes pairs
+    run_pairs: int = 0  # of a run, at most
+    num_runs: int = 0  # of pairs
+    most_runs: int = 0  # that any batch can need
+    num_pairs: int = 0
+    active_slots: int = 0
     room: int = 0  # the most tiles that any batch can need
     tile_tokens: int = 0  # 0: not filled yet
     num_tokens: int = 0
@@ -72,8 +106,32 @@ class Blend:
         factors = packed[at[3] :].view(torch.float32)
         return packed, packed[at[0] :], packed[at[1] :], packed[at[2] :], factors
 
-    def _places(self) -> tuple[int, int, int, int, int]:
-        return places(self.capacity, self.room, self.entries)
+    @property
+    def ids(self) -> torch.Tensor:
+        """The entry of each pair; by pair."""
+        return self.packed[self._places()[4] :]
+
+    @property
+    def width(self) -> int:
+        """Pairs of a token."""
+        return power_of_two(self.adapters)
+
+    def pair_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots and the pairs of all runs."""
+        return run_tables(self.packed, self._places()[5], self.run_pairs, self.most_runs)
+
+    def pair_rows(self, capturing: bool, rows: int) -> int:
+        """Return the rows of the grid of a shrink by pair, as `grid_rows`."""
+        if not capturing:
+            return self.num_runs
+        return max_runs(rows * self.adapters, self.num_slots, self.run_pairs)
+
+    def pair_row(self) -> RowSizes:
+        """Return the constants by which a shrink by pair finds its row."""
+        return RowSizes(self.run_pairs, 1, True, self.width)
+
+    def _places(self) -> tuple[int, ...]:
+        return places(self.capacity, self.room, self.entries, self.width if self.by_pair else 0)
 
     def grid_rows(self, capturing: bool, rows: int) -> int:
         """Return the rows of the grid for x of `rows` rows: those in use.
@@ -90,7 +148,7 @@ class Blend:
         may_cut = self.tile_tokens == 0 or (self.has_room and not self.is_captured)
         if may_cut:
             cut = choose_cut(batch, ordered, tile_tokens)
-            self.tile_tokens, self.entries, self.merged = cut
+            self.tile_tokens, self.entries, self.merged, self.by_pair = cut
             self.room = room_of(self.capacity, self.adapters, self.entries, self.merged)
         pinned = not self.packed.is_cpu
         staged = torch.empty(
@@ -99,7 +157,7 @@ class Blend:
         array = staged.numpy()
         keys = np.where(ordered.live, ordered.slots * self.adapters + ordered.repeats, -1)
         starts, of_tiles = cut_tiles(keys, self.tile_tokens, self.entries, self.merged)
-        starts_at, tokens_at, slots_at, factors_at, _ = self._places()
+        starts_at, tokens_at, slots_at, factors_at, ids_at, pairs_at = self._places()
         count, active = len(of_tiles), len(ordered.tokens)
         array[0] = count
         array[starts_at : starts_at + count + 1] = starts
@@ -113,19 +171,40 @@ class Blend:
         slots = array[slots_at : slots_at + self.room * self.entries].reshape(-1, self.entries)
         slots.fill(-1)
         slots[tiles, nth] = entries // self.adapters
-        factors = array[factors_at : factors_at + self.capacity * self.entries].view(np.float32)
-        factors = factors.reshape(-1, self.entries)
+        width = self.width if self.by_pair else self.entries
+        factors = array[factors_at : factors_at + self.capacity * width].view(np.float32)
+        factors = factors.reshape(-1, width)
         factors.fill(np.nan)
         position, column = np.nonzero(ordered.live)
         tile = np.arange(count).repeat(np.diff(starts))[position]
         wide = self.num_slots * self.adapters  # above every key
         place = np.searchsorted(tiles * wide + entries, tile * wide + keys[position, column])
         scales = 1.0 if ordered.scales is None else ordered.scales[position, column]
-        factors[position, place - firsts[tile]] = scales
+        ids = place - firsts[tile]
+        factors[position, column if self.by_pair else ids] = scales
+        if self.by_pair:
+            table = array[ids_at : ids_at + self.capacity * width].reshape(-1, width)
+            table.fill(EMPTY)
+            table[position, column] = ids
+            pairs = np.full((batch.num_tokens, width), EMPTY, np.int64)
+            pairs[ordered.tokens[position], column] = ordered.slots[position, column]
+            self._fill_pairs(array[pairs_at:], pairs.ravel(), may_cut, tile_tokens)
         self.num_tokens, self.num_tiles = batch.num_tokens, count
         if may_cut:
             self.tiles_hint = bucket(max(count, 1))
         self.packed.copy_(staged, non_blocking=True)
+
+    def _fill_pairs(self, tables: Ints, slots: Ints, may_cut: bool, tile_tokens: Any) -> None:
+        """Cut the pairs of all tokens into runs of one slot; `slots` has that of each, or -1."""
+        counts = np.bincount(slots + 1, minlength=self.num_slots + 1)
+        counted = Counted(slots, counts, int(np.count_nonzero(counts[1:])))
+        if may_cut:
+            self.num_pairs, self.active_slots = int(counts[1:].sum()), counted.active
+            self.run_pairs = tile_tokens(self.num_pairs, max(1, counted.active))
+            most = self.capacity * self.adapters
+            self.most_runs = max_runs(most, self.num_slots, self.run_pairs)
+        tables[: run_tables_size(self.run_pairs, self.most_runs)].fill(EMPTY)
+        self.num_runs = fill_runs(tables, counted, self.run_pairs, self.most_runs)
 
 
 def cut_tiles(
@@ -162,13 +241,18 @@ def cut_tiles(
     return starts, tiles
 
 
-def places(capacity: int, room: int, entries: int) -> tuple[int, int, int, int, int]:
-    """Return the offsets of `starts`, `tokens`, `slots` and `factors`, and the buffer's size."""
+def places(capacity: int, room: int, entries: int, width: int = 0) -> tuple[int, ...]:
+    """Return where `starts`, `tokens`, `slots`, `factors`, ids and runs begin.
+
+    `width`: pairs of a token, by pair; else 0.
+    """
     starts = aligned(1)
     tokens = starts + aligned(room + 1)
     slots = tokens + aligned(capacity)
     factors = slots + aligned(room * entries)
-    return starts, tokens, slots, factors, factors + aligned(capacity * entries)
+    ids = factors + aligned(capacity * (width or entries))
+    runs = ids + aligned(capacity * width)
+    return starts, tokens, slots, factors, ids, runs
 
 
 def new_blend(batch: LoRABatch, capacity: int | None, device: torch.device) -> Blend:
@@ -179,9 +263,11 @@ def new_blend(batch: LoRABatch, capacity: int | None, device: torch.device) -> B
     cuts = [(least, False)] + [
         (entries, True) for entries in (2 * least, 4 * least) if entries <= max(8, 2 * least)
     ]
+    runs = most_run_tables(capacity * adapters, batch.num_slots, TILE_TOKENS)
     sizes = [
-        places(capacity, room_of(capacity, adapters, entries, merged), entries)[-1]
+        places(capacity, room_of(capacity, adapters, entries, merged), entries, width)[-1] + runs
         for entries, merged in cuts
+        for width in (0, least)
     ]
     packed = torch.empty(max(sizes), dtype=torch.int32, device=device)
     return Blend(batch.num_slots, capacity, adapters, has_room, packed)
@@ -197,8 +283,8 @@ def room_of(capacity: int, adapters: int, entries: int, merged: bool) -> int:
     return max(1, 2 * -(-capacity // in_two))
 
 
-def choose_cut(batch: LoRABatch, ordered: SortedTokens, tile_tokens: Any) -> tuple[int, int, bool]:
-    """Return the tokens and entries of a tile, and whether tiles take unlike tokens.
+def choose_cut(batch: LoRABatch, ordered: SortedTokens, tile_tokens: Any) -> Cut:
+    """Return how a batch is cut.
 
     `tile_tokens(tokens, sets of adapters)` returns the tokens of a tile of one set.
     """
@@ -210,10 +296,10 @@ def choose_cut(batch: LoRABatch, ordered: SortedTokens, tile_tokens: Any) -> tup
     if tokens >= ALIKE * sets or not is_read_often:
         size = tile_tokens(batch.num_tokens, sets)
         fills = tokens > 512 and tokens >= 32 * sets  # at least half of a tile of 64
-        return max(size, 64) if fills else size, least, False
+        return Cut(max(size, 64) if fills else size, least, False)
     entries = max(2 * least, min(4 * least, 8))
     # if there are more adapters than entries, few tokens share a tile
-    return 64 if tokens > 16 and used <= entries else 16, entries, True
+    return Cut(64 if tokens > 16 and used <= entries else 16, entries, True)
 
 
 def fill_blend(blend: Blend, batch: LoRABatch, tile_tokens: Any) -> Blend:

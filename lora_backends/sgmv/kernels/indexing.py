@@ -45,7 +45,10 @@ def find_rows(row, slot_table_ptr, token_table_ptr, group_starts_ptr, ROW: tl.co
         slot = tl.load(slot_table_ptr + first, mask=first < end, other=-1)
         tokens = tl.load(token_table_ptr + places, mask=places < last, other=-1)
     slot, tokens = slot.to(tl.int64), tokens.to(tl.int64)
-    return Rows(slot=slot, tokens=tokens, h=tokens if ROW.BY_TOKEN else places)
+    h = tokens if ROW.BY_TOKEN else places
+    if ROW.WIDTH > 1:
+        tokens = tl.where(tokens >= 0, tokens // ROW.WIDTH, -1)
+    return Rows(slot=slot, tokens=tokens, h=h)
 
 
 @triton.jit

@@ -48,6 +48,7 @@ POINTERS = {
     "starts_ptr": "*i32",
     "tokens_ptr": "*i32",
     "slots_ptr": "*i32",
+    "ids_ptr": "*i32",
     "factors_ptr": "*fp32",
     "group_starts_ptr": "*i32",
     "token_ids_ptr": "*i64",
@@ -385,7 +386,7 @@ def rows_of(constants):
     if "TILE" in constants:
         return constants["TILE"]
     return math.prod(
-        size for name, size in constants["ROW"]._asdict().items() if name != "BY_TOKEN"
+        size for name, size in constants["ROW"]._asdict().items() if name not in ("BY_TOKEN", "WIDTH")
     )
 
 
