@@ -80,7 +80,8 @@ class BlendTiles(NamedTuple):
     shrink: ShrinkTiles
     expand: ExpandTiles
     together: int  # entries of a product; 0: one, its factors applied behind it
-    rows: bool = False  # without a matrix product, by the expand of `pairs`
+    rows: bool = False  # without a matrix product, by the expand of `pair_kernels`
+    max_registers: int = 0  # of a thread of the expand; 0 leaves it to the compiler
 
 
 @dataclass(eq=False, slots=True)
@@ -287,7 +288,7 @@ def kernels_for(
     options: Options,
 ) -> BlendKernels:
     """Return both kernels."""
-    shrink, expand, together, by_rows = choose_blend_tiles(batch, layer, blend, storage, options)
+    shrink, expand, together, by_rows, max_registers = choose_blend_tiles(batch, layer, blend, storage, options)
     entries = blend.entries
     of_unlike = blend.pairs is not None and blend.merged
     tma = expand.num_stages > 1 and not of_unlike
@@ -343,6 +344,7 @@ def kernels_for(
             columns.programs,
             num_warps=expand.num_warps,
             programmatic=options.programmatic,
+            max_registers=max_registers,
             PROGRAMS=0 if tma else columns.programs,
             SIZES=of_b,
             WIDTH=blend.row.WIDTH if blend.row else entries,

@@ -222,7 +222,7 @@ def source_of(variant, target):
     if "TILE" in getattr(found.constants.get("ROW"), "_fields", ()):
         lacking.add("group_starts_ptr")
     for place, name in enumerate(kernel.arg_names):
-        if name.endswith("_tma") and sizes.STAGES <= 1:
+        if name.endswith("_tma") and (sizes.STAGES <= 1 or found.constants.get("MERGED")):
             lacking.add(name)
         if name.isupper() or name in lacking:
             signature[name] = "constexpr"
