@@ -4,8 +4,9 @@
 An entry of a tile is an adapter that at least one of its tokens has. The tile's entries act as one
 adapter of a higher rank: the shrink stacks the rows of A of all entries, and one product of the
 expand takes the ranks of several. In h, slice s of entry e is slice e * NUM_SLICES + s; with PAIRS
-entry e of token t has row t * ENTRIES + e instead. Axes as in `sgmv.kernels`: T (rows of the tile), N (rows of A, all entries and slices stacked), E (entries of a
-product), R (rank), V (ranks of the entries of a product, stacked), C (columns of y).
+entry e of token t has row t * ENTRIES + e instead. Axes as in `sgmv.kernels`: T (rows of the tile),
+N (rows of A, all entries and slices stacked), E (entries of a product), R (rank), V (ranks of the
+entries of a product, stacked), C (columns of y).
 """
 
 import triton

@@ -288,7 +288,9 @@ def kernels_for(
     options: Options,
 ) -> BlendKernels:
     """Return both kernels."""
-    shrink, expand, together, by_rows, max_registers = choose_blend_tiles(batch, layer, blend, storage, options)
+    shrink, expand, together, by_rows, max_registers = choose_blend_tiles(
+        batch, layer, blend, storage, options
+    )
     entries = blend.entries
     of_unlike = blend.pairs is not None and blend.merged
     tma = expand.num_stages > 1 and not of_unlike

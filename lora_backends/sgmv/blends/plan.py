@@ -140,7 +140,9 @@ class Blend:
         """
         if not capturing:
             return self.num_tiles
-        usual = max_runs(rows, self.num_slots, self.tile_tokens)
+        # most rows of a larger grid would have no tile, and their programs wait for the shrink
+        fewest = -(-rows // self.tile_tokens)
+        usual = fewest if self.merged else max_runs(rows, self.num_slots, self.tile_tokens)
         return min(self.room, max(usual, self.num_tiles))
 
     def fill(self, batch: LoRABatch, ordered: SortedTokens, tile_tokens: Any) -> None:

@@ -386,7 +386,9 @@ def rows_of(constants):
     if "TILE" in constants:
         return constants["TILE"]
     return math.prod(
-        size for name, size in constants["ROW"]._asdict().items() if name not in ("BY_TOKEN", "WIDTH")
+        size
+        for name, size in constants["ROW"]._asdict().items()
+        if name not in ("BY_TOKEN", "WIDTH")
     )
 
 
