@@ -91,11 +91,12 @@ def test_constants_of_both_engines_agree_but_for_how_a_row_is_found(segment_size
             for one, other in zip(of_triton, of_csgmv, strict=True):
                 (row, rest), (other_row, other_rest) = split(one), split(other)
                 assert rest == other_rest
-                assert row["ROW"] == (plans[0].tile_tokens, 1, True)
+                assert row["ROW"] == (plans[0].tile_tokens, 1, True, 1)
                 assert other_row["ROW"]._asdict() == {
                     "SEGMENT": plans[1].run_tokens,
                     "GROUP": plans[1].tile_tokens // plans[1].run_tokens,
                     "BY_TOKEN": form == "separate",
+                    "WIDTH": 1,
                 }
 
 
