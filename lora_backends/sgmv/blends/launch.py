@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from lora_backends.common.devices import is_capturing
 from lora_backends.eight_bit import b_row_groups
-from lora_backends.sgmv.blends import kernels, pair_kernels
+from lora_backends.sgmv.blends import kernels
 from lora_backends.sgmv.blends.plan import Blend
 from lora_backends.sgmv.launch import (
     EMPTY_ROW,
@@ -37,6 +37,7 @@ from lora_backends.sgmv.tiles.rules import ends_beyond_ranks
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
     MIN_DOT,
+    TMA_BYTES,
     BatchShape,
     ExpandTiles,
     LayerShape,
@@ -52,7 +53,11 @@ MAX_STACKED = 4 * MAX_BLOCK_R
 
 
 MOST_H_VALUES = 16384
-"""The values of h, of all planes, that a program of the expand adds up, but for 4 planes."""
+"""The values of h that a program of the expand keeps in registers, or adds up over more than 4
+planes."""
+
+TMA_COLUMNS = 512
+"""The columns of a program of the expand through TMA."""
 
 
 class BlendKernels(NamedTuple):
@@ -67,6 +72,7 @@ class BlendShape(NamedTuple):
     """What kernels depend on besides a batch and a layer."""
 
     entries: int  # of a tile, at most
+    width: int  # pairs of a token
     merged: bool  # whether tokens of a tile may have other adapters than their neighbours
     folds: bool  # whether factors may multiply h: not in the narrow exponents of float16
     pairs: BatchShape | None = None  # of the shrink, if it goes by pair
@@ -74,14 +80,22 @@ class BlendShape(NamedTuple):
     tma: bool = False  # whether B can be loaded through TMA
 
 
+How = Literal["tma", "rows", "together", "entries", "each"]
+"""How the expand multiplies.
+
+For like tokens: "tma": loads of B by TMA; "rows": without a matrix product; "together": several
+entries in one product. For all: "entries": a product for each entry, h of all pairs in registers;
+"each": h is loaded for each product.
+"""
+
+
 class BlendTiles(NamedTuple):
     """Sizes of both kernels."""
 
     shrink: ShrinkTiles
     expand: ExpandTiles
-    together: int  # entries of a product; 0: one, its factors applied behind it
-    rows: bool = False  # without a matrix product, by the expand of `pair_kernels`
-    max_registers: int = 0  # of a thread of the expand; 0 leaves it to the compiler
+    how: How
+    together: int = 1  # entries of a product of "together"
 
 
 @dataclass(eq=False, slots=True)
@@ -126,14 +140,10 @@ def add(
     if not rows:
         return
     kernels = kernels_of(weights, stacks, blend, tokens, x.dtype, options)
-    slices, h_rows = weights.num_slices, tokens
-    if blend.merged and not blend.by_pair:
-        slices *= blend.entries
-    else:
-        h_rows = -(-tokens * blend.width // 16) * 16
-    shape = (kernels.split_k, slices, h_rows, weights.max_rank)
+    h_rows = -(-tokens * blend.width // 16) * 16
+    shape = (kernels.split_k, weights.num_slices, h_rows, weights.max_rank)
     h = torch.empty(shape, dtype=torch.float32, device=x.device)
-    *tables, factors = blend.tables
+    *tables, factors, ids = blend.tables
     if blend.by_pair:
         of_a = shrink_arguments(x, stacks, (*blend.pair_tables(), ABSENT), h)
         kernels.shrink.launch(blend.pair_rows(capturing, tokens) or EMPTY_ROW, of_a)
@@ -154,17 +164,12 @@ def add(
         stored if b_scales is None else b_scales,
         *tables,
         factors,
+        ids,
     )
-    descriptors: tuple[Any, ...] = ()
-    if kernels.expand.kernel is pair_kernels.pair_expand_kernel:
-        ids = blend.ids if blend.by_pair else blend.tables[3]  # read where tokens are unlike
-        of_b = (*of_b, ids)
-        sizes, tma = kernels.expand.sizes, None
-        if kernels.expand.constants["PROGRAMS"] == 0:
-            tma = descriptor(
-                b._replace(base=stored), weights.max_rank, sizes.BLOCK_C, sizes.BLOCK_R
-            )
-        descriptors = (tma,)
+    tma = None
+    if kernels.expand.constants["HOW"] == "tma":
+        sizes = kernels.expand.sizes
+        tma = descriptor(b, weights.max_rank, sizes.BLOCK_C, sizes.BLOCK_R)
     numbers_of_b = (
         h_rows,
         *h.stride()[1:3],
@@ -174,7 +179,7 @@ def add(
         *((0, 0) if b_scales is None else b_scales.stride()[:2]),
         rows,
     )
-    kernels.expand.launch(rows, Arguments(of_b, descriptors, numbers_of_b))
+    kernels.expand.launch(rows, Arguments(of_b, (tma,), numbers_of_b))
 
 
 def kernels_of(
@@ -199,7 +204,7 @@ def kernels_of(
         BatchShape(tokens, blend.tiles_hint, blend.tile_tokens),
         layer_shape(weights, dtype.itemsize),
         weights.output_slices,
-        BlendShape(blend.entries, blend.merged, folds, of_pairs, row, tma),
+        BlendShape(blend.entries, blend.width, blend.merged, folds, of_pairs, row, tma),
         stacks.bias is not None,
         stacks.aligns,
         Storage(kind, weights.scale_block, dtype) if kind else PLAIN,
@@ -208,72 +213,93 @@ def kernels_of(
 
 
 def choose_blend_tiles(
-    batch: BatchShape, layer: LayerShape, shape: BlendShape, storage: Storage, options: Options
+    batch: BatchShape,
+    layer: LayerShape,
+    shape: BlendShape,
+    storage: Storage,
+    options: Options,
 ) -> BlendTiles:
-    """Return the sizes of both kernels: those of one adapter of the rank of all entries."""
+    """Return the sizes of both kernels; those for like tokens count all entries as one adapter.
+
+    As measured on an H200 in bfloat16: 1 to 4096 tokens, ranks 16 and 64, 2 and 4 of 8 adapters.
+    """
     # not the tables, which were measured with one adapter per token
     rules = options._replace(source=rules_for(options.gpu))
     rank_pad = padded_rank(layer.max_rank)
-    if shape.pairs and shape.merged:
-        return _by_pair(shape.pairs, layer, storage, options)
-    rank = shape.entries * rank_pad
+    block_r, rank = min(MAX_BLOCK_R, rank_pad), shape.entries * rank_pad
     if shape.merged or storage.kind or rank > MAX_STACKED:
         # with fewer tokens a tile the rules choose sizes without a matrix product
         batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots))
     stacked = replace(layer, num_slices=layer.num_slices * shape.entries)
-    shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
     expand = choose_sizes(batch, layer, storage, rules, "linear")[1]
-    is_wide = batch.tile_tokens == 64
-    is_half = layer.item_bytes == 2 and not storage.kind
-    if shape.merged and is_wide:
+    if shape.pairs:
+        shrink = choose_sizes(shape.pairs, layer, storage, options, "linear")[0]
+    else:
+        shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
+    if expand.num_stages == 0:
+        # a program keeps B of all entries in registers: at most 128 values a thread
+        block_c = max(MIN_DOT, min(expand.block_c, 128 * MAX_BLOCK_R // rank))
+        if rank > 2 * MAX_BLOCK_R:  # planes of h of so many ranks cost the expand more
+            shrink = replace(shrink, split_k=max(1, shrink.split_k // 2))
+        expand = replace(expand, block_c=block_c, chunks=1, num_stages=0)
+        return BlendTiles(shrink, expand, "rows")
+    # a program of the expand reads all planes of h of all pairs of its tokens
+    h_values = batch.tile_tokens * rank
+    shrink = replace(shrink, split_k=min(shrink.split_k, max(4, MOST_H_VALUES // h_values)))
+    if shape.pairs:
         shrink = replace(shrink, split_k=min(shrink.split_k, 4))
-        if is_half:
-            shrink = replace(shrink, block_n=32, warps_k=1)
-        # more columns would spill
-        expand = replace(expand, block_c=min(expand.block_c, 32), chunks=1, num_warps=8)
-    if expand.num_stages == 0:  # a program keeps as many values of B as with one adapter
-        block_c = max(MIN_DOT, min(expand.block_c, 64 * MAX_BLOCK_R // rank))
-        return BlendTiles(shrink, replace(expand, block_c=block_c, chunks=1), shape.entries)
-    expand = replace(expand, num_stages=1)  # this kernel loads B without TMA
-    if not shape.folds:
-        return BlendTiles(shrink, expand, 0)
+    if shape.merged or not shape.folds:
+        pairs = batch.tile_tokens * shape.width
+        if storage.kind or rank_pad > MAX_BLOCK_R or pairs * block_r > MOST_H_VALUES:
+            return BlendTiles(shrink, replace(expand, num_stages=1), "each")
+        of_unlike = _of_entries(batch, layer, shape)
+        return BlendTiles(shrink, of_unlike, "entries")
+    fits = max(rank_pad, rank // 4) <= MAX_BLOCK_R and options.gpu.shared_bytes >= TMA_BYTES
+    if shape.tma and fits and layer.item_bytes == 2 and not shape.pairs:
+        # 4 warps leave a thread registers for h of all entries
+        by_tma = ExpandTiles(64, rank_pad, TMA_COLUMNS // 64, num_warps=4, num_stages=3)
+        if rank > 2 * MAX_BLOCK_R:
+            # x is read once for each block of A; a stage of the expand has 32 KiB of B
+            shrink = ShrinkTiles(256, 64, 1, num_warps=8, num_stages=3)
+            by_tma = replace(by_tma, num_stages=2)
+        return BlendTiles(shrink, by_tma, "tma")
+    return _together(shrink, replace(expand, num_stages=1), batch, layer, shape)
+
+
+def _of_entries(batch: BatchShape, layer: LayerShape, shape: BlendShape) -> ExpandTiles:
+    """Return the sizes of an expand with a product for each entry."""
+    block_r = padded_rank(layer.max_rank)
+    half = 2 if layer.item_bytes == 4 else 1
+    if batch.active_slots == 1 and shape.entries <= 8:
+        # one tile leaves most registers idle: all of B is loaded before the wait for h
+        return ExpandTiles(min(64, 32 * MAX_BLOCK_R // block_r) // half, block_r)
+    # several tiles share a multiprocessor: fewer registers, 8 KiB of B or less in flight a load
+    block_c, stages = (128, 4) if block_r == MIN_DOT else (64, 3)
+    return ExpandTiles(block_c // half, block_r, num_stages=stages)
+
+
+def _together(
+    shrink: ShrinkTiles,
+    expand: ExpandTiles,
+    batch: BatchShape,
+    layer: LayerShape,
+    shape: BlendShape,
+) -> BlendTiles:
+    """Return the sizes where one product takes several entries of like tokens."""
+    rank_pad = padded_rank(layer.max_rank)
     most = MAX_STACKED if layer.item_bytes == 2 else 2 * MAX_BLOCK_R
-    if shape.merged and is_wide:
-        most //= 2
     together = max(1, min(shape.entries, most // expand.block_r))
-    stacked_ranks = together * expand.block_r
+    ranks = together * expand.block_r
     block_c, chunks = expand.block_c, expand.chunks
-    while block_c > MIN_DOT and block_c * stacked_ranks > 128 * MAX_BLOCK_R:
+    while block_c > MIN_DOT and block_c * ranks > 128 * MAX_BLOCK_R:
         block_c, chunks = block_c // 2, 2 * chunks
-    chunks = min(chunks, max(1, 2 * MAX_STACKED // stacked_ranks))  # the kernel unrolls them
+    chunks = min(chunks, max(1, 2 * MAX_STACKED // ranks))  # the kernel unrolls them
     if together < shape.entries or expand.block_r < rank_pad:
         chunks = 1
-    # a program of the expand loads all planes of h [tokens, ranks] at once: more would spill
-    h_values = batch.tile_tokens * stacked_ranks
-    shrink = replace(shrink, split_k=min(shrink.split_k, max(4, MOST_H_VALUES // h_values)))
-    num_warps = 8 if h_values >= 64 * MAX_BLOCK_R else expand.num_warps
-    if shape.merged and is_wide:
-        chunks = 1
-    elif is_wide and is_half and together == shape.entries and expand.block_r == rank_pad:
-        # faster on an H200 by 4 to 26%; with two entries and 4096 columns, slower by 5 to 18%
-        if layer.out_features > 4096 or shape.entries > 2:
-            block_c, num_warps = 64, 8
-            chunks = min(chunks, 4 if stacked_ranks < 2 * MAX_BLOCK_R else 2)
+    wide = batch.tile_tokens * ranks >= 64 * MAX_BLOCK_R
+    num_warps = 8 if wide else expand.num_warps
     expand = replace(expand, block_c=block_c, chunks=chunks, num_warps=num_warps)
-    if shape.pairs:
-        shrink = _by_pair(shape.pairs, layer, storage, options).shrink
-    return BlendTiles(shrink, expand, together)
-
-
-def _by_pair(
-    batch: BatchShape, layer: LayerShape, storage: Storage, options: Options
-) -> BlendTiles:
-    """Return the sizes of both kernels where the shrink goes by pair and tokens are unlike."""
-    shrink = choose_sizes(batch, layer, storage, options, "linear")[0]
-    block_r = min(MAX_BLOCK_R, padded_rank(layer.max_rank))
-    # each program of the expand reads all planes of h of all pairs
-    shrink = replace(shrink, split_k=min(shrink.split_k, 4))
-    return BlendTiles(shrink, ExpandTiles(64, block_r, num_warps=4, num_stages=3), 0)
+    return BlendTiles(shrink, expand, "together", together)
 
 
 @lru_cache(maxsize=4096)
@@ -288,16 +314,11 @@ def kernels_for(
     options: Options,
 ) -> BlendKernels:
     """Return both kernels."""
-    shrink, expand, together, by_rows, max_registers = choose_blend_tiles(
-        batch, layer, blend, storage, options
-    )
+    if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
+        even = all(width % TMA_COLUMNS == 0 for width in output_slices)
+        blend = blend._replace(tma=blend.tma and even)
+    shrink, expand, how, together = choose_blend_tiles(batch, layer, blend, storage, options)
     entries = blend.entries
-    of_unlike = blend.pairs is not None and blend.merged
-    tma = expand.num_stages > 1 and not of_unlike
-    if tma and slice_aligns[1]:  # no block may reach beyond the tensor of its slice
-        tma = blend.tma and column_programs(output_slices, expand).even
-    if tma and not (blend.tma and blend.folds):
-        raise ValueError("B cannot be loaded through TMA")
     columns, rank = column_programs(output_slices, expand), layer.max_rank
     of_a = shrink_sizes(
         shrink,
@@ -325,7 +346,6 @@ def kernels_for(
         HAS_BIAS=has_bias,
     )
     tile: dict[str, Any] = {"TILE": batch.tile_tokens, "ENTRIES": entries}
-    is_pairs = blend.pairs is not None or not blend.merged
     if blend.pairs is not None:
         assert blend.row is not None
         of_shrink = _shrink_kernel(layer, shrink, of_a, blend.row, options)
@@ -337,32 +357,18 @@ def kernels_for(
             num_stages=shrink.num_stages,
             programmatic=options.programmatic,
             SIZES=of_a,
-            PAIRS=is_pairs,
             **tile,
         )
-    if of_unlike or tma or by_rows:
-        of_expand = specialized(
-            pair_kernels.pair_expand_kernel,
-            columns.programs,
-            num_warps=expand.num_warps,
-            programmatic=options.programmatic,
-            max_registers=max_registers,
-            PROGRAMS=0 if tma else columns.programs,
-            SIZES=of_b,
-            WIDTH=blend.row.WIDTH if blend.row else entries,
-            MERGED=blend.merged,
-            **tile,
-        )
-    else:
-        of_expand = specialized(
-            kernels.blend_expand_kernel,
-            columns.programs,
-            num_warps=expand.num_warps,
-            programmatic=options.programmatic,
-            SIZES=of_b,
-            TOGETHER=together,
-            MERGED=blend.merged,
-            PAIRS=is_pairs,
-            **tile,
-        )
+    of_expand = specialized(
+        kernels.blend_expand_kernel,
+        columns.programs,
+        num_warps=expand.num_warps,
+        programmatic=options.programmatic,
+        PROGRAMS=0 if how == "tma" else columns.programs,
+        SIZES=of_b,
+        WIDTH=blend.width,
+        HOW=how,
+        TOGETHER=together,
+        **tile,
+    )
     return BlendKernels(of_shrink, of_expand, shrink.split_k)

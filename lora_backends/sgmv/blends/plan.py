@@ -38,9 +38,8 @@ from lora_backends.sgmv.layout import (
 )
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, power_of_two
 
-READS, ALIKE = 4, 8
-"""Tiles take unlike tokens if sets have fewer than ALIKE tokens each, and tiles of one set would
-read every adapter more than READS times."""
+ENTRIES = 8
+"""The entries of a tile of unlike tokens, unless one token has more."""
 
 
 class Cut(NamedTuple):
@@ -49,7 +48,7 @@ class Cut(NamedTuple):
     tile_tokens: int
     entries: int  # of a tile, at most; a power of two
     merged: bool  # whether tokens of a tile may have other adapters than their neighbours
-    by_pair: bool = False  # whether the shrink takes pairs of a token and an adapter, by slot
+    by_pair: bool  # whether the shrink takes pairs of a token and an adapter, by slot
 
 
 @dataclass(eq=False)
@@ -61,19 +60,17 @@ class Blend:
         starts   [0, 1, 4]          tile i has the positions from starts[i] to starts[i + 1]
         tokens   [3, 0, 2, 1]
         slots    [[0, 1], [0, 2]]   the entries of each tile, ascending, then -1
-        factors  [[1, 1], [1, 1], [1, 1], [nan, 1]]
+        factors  [[1, 1], [1, 1], [1, 1], [1, nan]]
+        ids      [[0, 1], [0, 1], [0, 1], [1, -1]]
 
-    factors [positions, entries] has the token's scale for each entry, or NaN where the token does
-    that adapter. A slot that a token has twice is two entries. Programs loop over tiles,
-    so a captured grid serves any number of them. All tables lie in one buffer, which a refill
-    overwrites.
+    A pair is a token and one of its adapters, slots ascending. factors [positions, width] has the
+    scale of each pair, NaN where there is none; ids has the pair's entry in the tile, or -1. A slot
+    that a token has twice is two entries. Programs loop over tiles, so a captured grid serves any
+    number of them. All tables lie in one buffer, which a refill overwrites.
 
-    By pair, the shrink is that of one adapter per token on the pairs (token, adapter): each pair
-    has a row of h, and pair ``token * width + j`` has the token's j-th adapter, ascending. Tables
-    of runs of one slot, as `layout` cuts them, lie behind the others. The expand reads
-
-        factors  [positions, width]   of each pair, NaN where there is none
-        ids      [positions, width]   the pair's entry of the tile, or -1
+    Each pair has a row of h: ``token * width + j``. By pair, the shrink is that of one adapter per
+    token on the pairs; its tables of runs of one slot, as `layout` cuts them, lie behind the
+    others.
     """
 
     num_slots: int
@@ -101,15 +98,9 @@ class Blend:
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """The number of tiles, then `starts`, `tokens`, `slots` and `factors`."""
-        packed, at = self.packed, self._places()
-        factors = packed[at[3] :].view(torch.float32)
-        return packed, packed[at[0] :], packed[at[1] :], packed[at[2] :], factors
-
-    @property
-    def ids(self) -> torch.Tensor:
-        """The entry of each pair; by pair."""
-        return self.packed[self._places()[4] :]
+        """The number of tiles, then `starts`, `tokens`, `slots`, `factors` and `ids`."""
+        starts, tokens, slots, factors, ids = (self.packed[at:] for at in self._places()[:5])
+        return self.packed, starts, tokens, slots, factors.view(torch.float32), ids
 
     @property
     def width(self) -> int:
@@ -131,7 +122,7 @@ class Blend:
         return RowSizes(self.run_pairs, 1, True, self.width)
 
     def _places(self) -> tuple[int, ...]:
-        return places(self.capacity, self.room, self.entries, self.width if self.by_pair else 0)
+        return places(self.capacity, self.room, self.entries, self.width)
 
     def grid_rows(self, capturing: bool, rows: int) -> int:
         """Return the rows of the grid for x of `rows` rows: those in use.
@@ -173,21 +164,20 @@ class Blend:
         slots = array[slots_at : slots_at + self.room * self.entries].reshape(-1, self.entries)
         slots.fill(-1)
         slots[tiles, nth] = entries // self.adapters
-        width = self.width if self.by_pair else self.entries
+        width = self.width
         factors = array[factors_at : factors_at + self.capacity * width].view(np.float32)
-        factors = factors.reshape(-1, width)
+        factors, ids = factors.reshape(-1, width), array[ids_at : ids_at + self.capacity * width]
+        ids = ids.reshape(-1, width)
         factors.fill(np.nan)
+        ids.fill(EMPTY)
         position, column = np.nonzero(ordered.live)
         tile = np.arange(count).repeat(np.diff(starts))[position]
         wide = self.num_slots * self.adapters  # above every key
         place = np.searchsorted(tiles * wide + entries, tile * wide + keys[position, column])
+        ids[position, column] = place - firsts[tile]
         scales = 1.0 if ordered.scales is None else ordered.scales[position, column]
-        ids = place - firsts[tile]
-        factors[position, column if self.by_pair else ids] = scales
+        factors[position, column] = scales
         if self.by_pair:
-            table = array[ids_at : ids_at + self.capacity * width].reshape(-1, width)
-            table.fill(EMPTY)
-            table[position, column] = ids
             pairs = np.full((batch.num_tokens, width), EMPTY, np.int64)
             pairs[ordered.tokens[position], column] = ordered.slots[position, column]
             self._fill_pairs(array[pairs_at:], pairs.ravel(), may_cut, tile_tokens)
@@ -243,16 +233,13 @@ def cut_tiles(
     return starts, tiles
 
 
-def places(capacity: int, room: int, entries: int, width: int = 0) -> tuple[int, ...]:
-    """Return where `starts`, `tokens`, `slots`, `factors`, ids and runs begin.
-
-    `width`: pairs of a token, by pair; else 0.
-    """
+def places(capacity: int, room: int, entries: int, width: int) -> tuple[int, ...]:
+    """Return where `starts`, `tokens`, `slots`, `factors`, `ids` and the tables of runs begin."""
     starts = aligned(1)
     tokens = starts + aligned(room + 1)
     slots = tokens + aligned(capacity)
     factors = slots + aligned(room * entries)
-    ids = factors + aligned(capacity * (width or entries))
+    ids = factors + aligned(capacity * width)
     runs = ids + aligned(capacity * width)
     return starts, tokens, slots, factors, ids, runs
 
@@ -261,15 +248,11 @@ def new_blend(batch: LoRABatch, capacity: int | None, device: torch.device) -> B
     """Return empty tables with room for `capacity` tokens."""
     has_room, capacity = capacity is not None, capacity or batch.num_tokens
     adapters = batch.adapters_per_token
-    least = power_of_two(adapters)
-    cuts = [(least, False)] + [
-        (entries, True) for entries in (2 * least, 4 * least) if entries <= max(8, 2 * least)
-    ]
+    width = power_of_two(adapters)
     runs = most_run_tables(capacity * adapters, batch.num_slots, TILE_TOKENS)
     sizes = [
         places(capacity, room_of(capacity, adapters, entries, merged), entries, width)[-1] + runs
-        for entries, merged in cuts
-        for width in (0, least)
+        for entries, merged in ((width, False), (max(ENTRIES, width), True))
     ]
     packed = torch.empty(max(sizes), dtype=torch.int32, device=device)
     return Blend(batch.num_slots, capacity, adapters, has_room, packed)
@@ -286,22 +269,27 @@ def room_of(capacity: int, adapters: int, entries: int, merged: bool) -> int:
 
 
 def choose_cut(batch: LoRABatch, ordered: SortedTokens, tile_tokens: Any) -> Cut:
-    """Return how a batch is cut.
+    """Return how a batch is cut, for layers of any rank.
 
     `tile_tokens(tokens, sets of adapters)` returns the tokens of a tile of one set.
     """
-    tokens, least = len(ordered.tokens), power_of_two(batch.adapters_per_token)
+    tokens, adapters = len(ordered.tokens), batch.adapters_per_token
     sets = 1 + int((ordered.slots[1:] != ordered.slots[:-1]).any(1).sum())
     used = len(np.unique(ordered.slots[ordered.live]))
-    is_read_often = sets > 1 and sets * batch.adapters_per_token > READS * used
-    # thresholds as measured on an H200: 8 adapters, of which a token has 2 or 4
-    if tokens >= ALIKE * sets or not is_read_often:
-        size = tile_tokens(batch.num_tokens, sets)
-        fills = tokens > 512 and tokens >= 32 * sets  # at least half of a tile of 64
-        return Cut(max(size, 64) if fills else size, least, False)
-    entries = max(2 * least, min(4 * least, 8))
-    # if there are more adapters than entries, few tokens share a tile
-    return Cut(64 if tokens > 16 and used <= entries else 16, entries, True)
+    width = power_of_two(adapters)
+    # Tiles of one set read `sets * adapters` adapters; a tile of unlike tokens reads up to ENTRIES
+    # for 16. That is fewer if each adapter would be read more than twice; with more adapters than
+    # ENTRIES few tokens share a tile. From 4 tokens a set and adapter on, tiles of one set are as
+    # fast on an H200, and their adapters share a product.
+    reads = (2 if used <= ENTRIES else 4) * used
+    if tokens < 4 * adapters * sets and sets * adapters > reads:
+        return Cut(16, max(ENTRIES, width), merged=True, by_pair=True)
+    size = tile_tokens(batch.num_tokens, sets)
+    if tokens > 512 and tokens >= 32 * sets:  # fills at least half of a tile of 64
+        size = max(size, 64)
+    # Reading x once for all adapters pays where it is long; a shrink by pair reads each adapter for
+    # all of its tokens together.
+    return Cut(size, width, merged=False, by_pair=size < 64)
 
 
 def fill_blend(blend: Blend, batch: LoRABatch, tile_tokens: Any) -> Blend:

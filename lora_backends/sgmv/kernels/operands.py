@@ -141,31 +141,6 @@ class Tile(NamedTuple):
     output_scales: Any = None  # of the slot
 
 
-class Entries(NamedTuple):
-    """The adapters of a tile whose tokens have several, as an expand reads them for one slice."""
-
-    slots: Any  # address of the slots
-    used: Any  # how many there are
-    size: Any  # the most that there may be
-    factors: Any  # addresses of the factors of each token [T]
-    has_token: Any  # [T]
-    tokens: Any  # [T]
-    positions: Any  # of the tokens in the plan [T]
-    h: Any  # addresses of rows of h, of the slice and the first entry [T]
-    h_stride: Any  # from entry to entry
-    h_stride_t: Any
-    plane: Any  # from one plane of h to the next
-    ranks: Any  # address of the rank of slot 0
-    scalings: Any
-    y: Any  # `RowsOfY`
-    y_stride: Any
-    first_y: Any  # address of token 0 in y; of h and of the factors likewise
-    first_h: Any
-    first_factors: Any
-    s: Any  # the slice
-    end: Any  # of the slice
-
-
 class Block(NamedTuple):
     """The values that are loaded for one block of columns, besides y."""
 
