@@ -56,6 +56,9 @@ MOST_H_VALUES = 16384
 """The values of h that a program of the expand keeps in registers, or adds up over more than 4
 planes."""
 
+LONG_INPUT = 8192
+"""in_features above which a shrink of many ranks takes longer than the expand."""
+
 TMA_COLUMNS = 512
 """The columns of a program of the expand through TMA."""
 
@@ -250,7 +253,9 @@ def choose_blend_tiles(
         shrink = replace(shrink, split_k=min(shrink.split_k, 4))
     if shape.merged or not shape.folds:
         pairs = batch.tile_tokens * shape.width
-        if storage.kind or rank_pad > MAX_BLOCK_R or pairs * block_r > MOST_H_VALUES:
+        if storage.kind or rank_pad > MAX_BLOCK_R or pairs * block_r > MOST_H_VALUES // 2:
+            if batch.tile_tokens == 64:  # else it would spill
+                expand = replace(expand, chunks=1, num_warps=8)
             return BlendTiles(shrink, replace(expand, num_stages=1), "each")
         of_unlike = _of_entries(batch, layer, shape)
         return BlendTiles(shrink, of_unlike, "entries")
@@ -270,12 +275,15 @@ def _of_entries(batch: BatchShape, layer: LayerShape, shape: BlendShape) -> Expa
     """Return the sizes of an expand with a product for each entry."""
     block_r = padded_rank(layer.max_rank)
     half = 2 if layer.item_bytes == 4 else 1
-    if batch.active_slots == 1 and shape.entries <= 8:
-        # one tile leaves most registers idle: all of B is loaded before the wait for h
+    # one tile leaves most registers idle: all of B is loaded before the wait for h; and prefetches
+    # of B beside a long shrink of many ranks would slow that, on an H200 by up to 1.4 times
+    is_long = layer.in_features > LONG_INPUT and block_r > MIN_DOT
+    if (batch.active_slots == 1 or is_long) and shape.entries <= 8:
         return ExpandTiles(min(64, 32 * MAX_BLOCK_R // block_r) // half, block_r)
     # several tiles share a multiprocessor: fewer registers, 8 KiB of B or less in flight a load
     block_c, stages = (128, 4) if block_r == MIN_DOT else (64, 3)
-    return ExpandTiles(block_c // half, block_r, num_stages=stages)
+    num_warps = 8 if batch.tile_tokens == 64 else 4
+    return ExpandTiles(block_c // half, block_r, num_warps=num_warps, num_stages=stages)
 
 
 def _together(

@@ -122,11 +122,13 @@ ROOMY = {  # as CASES, for shared memory alone
 }
 
 
-BLENDS = {  # layer, (tokens, tiles), entries of a tile, whether merged and biased, as in STORAGE
+BLENDS = {  # layer, (tokens, tiles), adapters per token, whether unlike, scales as in STORAGE
     "bf16": [
-        (TINY, (64, 1), 8, True, None),  # unlike tokens, a rank in steps
+        (TINY, (16, 1), 2, True, None),  # one tile: all of B at once
+        (QKV, (64, 4), 4, True, None),  # loads of B in flight
+        (ODD, (64, 8), 2, False, None),  # several entries in one product, in steps
         (SMALL, (1, 1), 2, False, None),  # row by row
-        (QKV, (2048, 16), 4, False, None),  # all entries in one product
+        (QKV, (2048, 32), 4, False, None),  # B through TMA, where the target has it
     ],
     "fp16": [(SMALL, (64, 8), 2, False, None)],
     "i8": [(SMALL, (64, 8), 2, False, ("int8", (1, None)))],
@@ -222,7 +224,8 @@ def source_of(variant, target):
     if "TILE" in getattr(found.constants.get("ROW"), "_fields", ()):
         lacking.add("group_starts_ptr")
     for place, name in enumerate(kernel.arg_names):
-        if name.endswith("_tma") and (sizes.STAGES <= 1 or found.constants.get("MERGED")):
+        how = found.constants.get("HOW", "tma")  # of a blend
+        if name.endswith("_tma") and (sizes.STAGES <= 1 or how != "tma"):
             lacking.add(name)
         if name.isupper() or name in lacking:
             signature[name] = "constexpr"
@@ -436,24 +439,28 @@ def blend_kernels(dtype, cases, programmatic, gpu):
 
     from lora_backends.sgmv import launch
     from lora_backends.sgmv.blends.launch import BlendShape, kernels_for
+    from lora_backends.sgmv.layout import RowSizes
     from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
-    from lora_backends.sgmv.tiles import rules
     from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
     from lora_backends.sgmv.tiles.source import rules_for
 
     options = launch.Options("ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
-    for (slices, inputs, rank), (tokens, sets), entries, merged, stored in cases:
+    for (slices, inputs, rank), (tokens, sets), adapters, unlike, stored in cases:
         layer = LayerShape(len(slices), rank, inputs, sum(slices), 4 if dtype == "fp32" else 2)
         storage = PLAIN
         if stored:
             name, block = stored
             kind = storage_kind(getattr(torch, name), programmatic)
             storage = Storage(kind, block, torch.bfloat16)
-        tile = 64 if merged else rules.tile_tokens(tokens, sets)
-        batch = BatchShape(tokens, sets, tile)
-        shape = BlendShape(entries, merged, not stored and dtype != "fp16")
-        aligns = (0, 0) if merged else (16, 16)
-        yield from kernels_for(batch, layer, slices, shape, merged, aligns, storage, options)[:2]
+        tile = 64 if tokens >= 64 * sets else 16
+        batch, pairs, row = BatchShape(tokens, sets, tile), None, None
+        if tile < 64:
+            pairs = BatchShape(tokens * adapters, 8, 16)
+            row = RowSizes(16, 1, True, adapters)
+        folds, entries = not stored and dtype != "fp16", 8 if unlike else adapters
+        shape = BlendShape(entries, adapters, unlike, folds, pairs, row, programmatic)
+        aligns = (0, 0) if unlike else (16, 16)
+        yield from kernels_for(batch, layer, slices, shape, unlike, aligns, storage, options)[:2]
 
 
 def base_kernels(gpu):
