@@ -1,11 +1,10 @@
-"""Measures several adapters per token: in one pass, and in a pass for each adapter."""
+"""Measures several adapters per token: a plan for all of them, and a plan for each."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,17 +23,16 @@ LAYERS = {
     "cuda": {"qkv": (4096, (4096, 1024, 1024)), "down": (14336, (4096,))},
     "cpu": {"small": (576, (1536,)), "square": (4096, (4096,))},
 }
-TOKENS = {"cuda": [1, 64, 2048], "cpu": [1, 16, 64, 512]}
+TOKENS = {"cuda": [1, 16, 64, 4096], "cpu": [1, 16, 64, 512]}
 RANKS, ADAPTERS, COUNTS = (16, 64), 8, (2, 4)
 ROUNDS = 9
 METHOD = (
     "Microseconds of run_linear into an existing y, over layers with different weights, 192 MB or"
     " more in all: in a CUDA graph on a GPU, 9 rounds of 10 replays; call by call on a CPU, 9 "
     "sweeps. All variants of a cell are timed in turns, and the median is taken. one: one adapter"
-    " per token. The others are ratios to it, for 2 and 4 adapters per token in one pass; `copy`:"
-    " in a pass for each adapter into a float32 copy of y, which is rounded once; `passes`: in a "
-    "pass for each adapter, each of which rounds y. like: a token's first adapter determines the "
-    "others, so there are as many sets as adapters; unlike: drawn at random."
+    " per token. The others are ratios to it, for a plan of 2 and 4 adapters per token; `passes`: a"
+    " call with a plan of its own for each adapter, which rounds y each time. like: a token's first"
+    " adapter determines the others, so there are 8 sets; unlike: drawn at random."
 )
 
 
@@ -43,7 +41,7 @@ def measure_cells(options: Options, result: Result) -> Iterator[Row]:
     for backend in [create(name, {}, options.device) for name in options.backends.split(",")]:
         numbers: list[int] = options.tokens if any(options.tokens) else TOKENS[options.device]
         for name, tokens, rank in itertools.product(LAYERS[options.device], numbers, RANKS):
-            batch = {"tokens": tokens, "adapters": min(ADAPTERS, tokens), "rank": rank}
+            batch = {"tokens": tokens, "adapters": ADAPTERS, "rank": rank}
             cell = Cell(name, *LAYERS[options.device][name], **batch)
             work = make_workload(cell, make_layers(cell, options.device, DTYPE))
             times = clocked(variants(backend, work), len(work.layers), options.device)
@@ -58,13 +56,11 @@ def variants(backend: LoRABackend, work: Workload) -> dict[str, Call]:
     slots, num_slots = work.batch.token_slots, work.batch.num_slots
     calls = {"one": one_pass(backend, work, backend.prepare_batch(work.batch))}
     for count in COUNTS:
-        like = [(slots + j) % num_slots if j < num_slots else slots * 0 - 1 for j in range(count)]
+        like = [(slots + j) % num_slots for j in range(count)]
         drawn = torch.rand(len(slots), num_slots).argsort(1)[:, :count]
         for kind, chosen in (("like", torch.stack(like, 1)), ("unlike", drawn)):
             batch = LoRABatch(chosen, num_slots, torch.rand(chosen.shape))
-            plan = backend.prepare_batch(batch)
-            calls[f"{kind}_{count}"] = one_pass(backend, work, plan)
-            calls[f"{kind}_{count}_copy"] = one_pass(backend, work, replace(plan, joint=None))
+            calls[f"{kind}_{count}"] = one_pass(backend, work, backend.prepare_batch(batch))
             parts = [backend.prepare_batch(part) for part in batch.per_adapter(count)]
             calls[f"{kind}_{count}_passes"] = passes(backend, work, parts)
     return calls
