@@ -5,7 +5,7 @@ their tokens, are more than it has room for. One shrink and one expand serve all
 
                  passes of one adapter each       one pass
     launches     2n                               2
-    x is read    once for each adapter            once for each block of rows of A
+    x is read    once for each adapter            in tiles of 64 tokens once for all adapters
     y moves      n reads, n writes                1 read, 1 write
     A, B, h      once for each adapter of a tile  the same
 
