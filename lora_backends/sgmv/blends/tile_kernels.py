@@ -57,13 +57,16 @@ def b_of_slot(b, slot, s, S: tl.constexpr):
 
 @triton.jit
 def entry_of(tile, e, S: tl.constexpr):
-    """Return slot, rank and scaling of an entry; without a slot the rank is 0."""
+    """Return slot, rank and scaling of an entry; without a slot the rank is 0.
+
+    The scaling of rank 0 may be NaN or infinite, so it is taken as 0.
+    """
     slot = tl.load(tile.slots + e).to(tl.int64)
     live = slot >= 0
     slot = tl.maximum(slot, 0)
     rank = tl.load(tile.ranks + slot * S.NUM_SLICES, mask=live, other=0)
     scaling = tl.load(tile.scalings + slot * S.NUM_SLICES, mask=live, other=0.0)
-    return slot, rank, scaling
+    return slot, rank, tl.where(rank > 0, scaling, 0.0)
 
 
 @triton.jit

@@ -67,6 +67,7 @@ def add_entries(tile, b, WIDTH: tl.constexpr, ENTRIES: tl.constexpr, S: tl.const
         slots = tl.maximum(slots, 0)
         ranks = tl.load(tile.ranks + slots * S.NUM_SLICES, mask=live, other=0)
         scalings = tl.load(tile.scalings + slots * S.NUM_SLICES, mask=live, other=0.0)
+        scalings = tl.where(ranks > 0, scalings, 0.0)
         used = tl.sum(live.to(tl.int32))
         if S.PROGRAMMATIC:
             _prefetch_b(tile, b, slots, live, c, S)
