@@ -255,7 +255,7 @@ def _kernels(
         PREFETCH=y_lines if expand.num_stages > 1 else 0,
     )
     return Kernels(
-        _shrink_kernel(layer, shrink, of_a, row, options),
+        shrink_kernel_of(layer, shrink, of_a, row, options),
         _expand_kernel(expand, columns, of_b, row, options),
         shrink.split_k,
     )
@@ -283,13 +283,14 @@ def choose_sizes(
     return chosen.shrink, choose(exact).expand
 
 
-def _shrink_kernel(
+def shrink_kernel_of(
     layer: LayerShape,
     tiles: ShrinkTiles,
     sizes: ShrinkSizes,
     row: tuple[Any, ...],
     options: Options,
 ) -> SpecializedKernel:
+    """Return the kernel of a shrink of these sizes; `row` as `SgmvPlan.row_constants`."""
     return specialized(
         entry.shrink_kernel,
         -(-layer.stacked // tiles.block_n) * tiles.split_k,

@@ -10,6 +10,7 @@ from helpers.engines import UNITS, VARIANTS, device_or_skip, make_engine
 from lora_backends import InvalidInputError, LoRABatch, LoRAWeights, get_backend, quantize_weights
 from lora_backends.dispatch.many_adapters import sorted_tokens
 from lora_backends.sgmv import launch
+from lora_backends.sgmv.blends.launch import kernels_of
 from lora_backends.sgmv.blends.plan import choose_cut, cut_tiles, room_of
 from lora_backends.sgmv.launching.kernel import SpecializedKernel
 from lora_backends.sgmv.tiles.rules import tile_tokens
@@ -279,6 +280,7 @@ def test_all_adapters_of_a_token_are_added_in_one_pass_and_rounded_once(
 ):
     backend = make_engine("triton", device)
     weights = layer(device, torch.bfloat16, bias=torch.randn(SLOTS, OUT).to(device))
+    weights.scalings[weights.ranks == 0] = torch.nan
     weights = weights if stored is None else quantize_weights(weights, stored)
     batch = LoRABatch(BLENDS * 4, SLOTS, torch.rand(24, 2))
     plan, x = backend.prepare_batch(batch), rows(24, INPUTS, device, torch.bfloat16)
@@ -343,6 +345,7 @@ def test_like_tokens_get_the_sum_of_their_adapters(device, how, tokens, rank, dt
         output_slices=(40,),
     )
     weights.lora_b[1, :, 5:] = torch.nan  # beyond the rank
+    weights.scalings[2] = torch.nan  # of rank 0
     chosen = torch.arange(tokens) * slots // tokens
     chosen = torch.stack([chosen, (chosen + 1) % slots, (chosen + 2) % slots], 1)
     batch = LoRABatch(chosen, slots, torch.rand(tokens, 3))
@@ -360,6 +363,19 @@ def test_like_tokens_get_the_sum_of_their_adapters(device, how, tokens, rank, dt
     wanted = reference(device).prepare_batch(batch)
     wanted = reference(device).run_linear(x, weights, wanted).float()
     agree(y, wanted, torch.zeros_like(y), dtype)
+
+
+def test_a_capture_finds_the_kernels_of_the_eager_call_before_it(device):
+    """Tokens have one of four possible adapters, so their pairs are far fewer than there may be."""
+    backend, weights, tokens = make_engine("triton", device), layer(device, torch.bfloat16), 200
+    chosen = torch.full((tokens, 4), -1)
+    chosen[:, 0] = torch.arange(tokens) % SLOTS
+    blend = backend.prepare_batch(LoRABatch(chosen, SLOTS)).joint
+    wide = replace(weights, lora_a=torch.empty(SLOTS, 3, RANK, 4096).to(weights.lora_a))
+    given = wide, launch.stacks_of(wide), blend, tokens, torch.bfloat16, backend._options
+    eager = kernels_of(*given)
+    blend.is_captured = True
+    assert blend.by_pair and kernels_of(*given) == eager
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from lora_backends.sgmv.launch import (
     EMPTY_ROW,
     Options,
     Stacks,
-    _shrink_kernel,
     choose_sizes,
     layer_shape,
     shrink_arguments,
+    shrink_kernel_of,
     stacks_of,
 )
 from lora_backends.sgmv.launching.kernel import (
@@ -79,7 +79,6 @@ class BlendShape(NamedTuple):
     merged: bool  # whether tokens of a tile may have other adapters than their neighbours
     folds: bool  # whether factors may multiply h: not in the narrow exponents of float16
     pairs: BatchShape | None = None  # of the shrink, if it goes by pair
-    row: RowSizes | None = None  # by which that finds its row
     tma: bool = False  # whether B can be loaded through TMA
 
 
@@ -197,17 +196,16 @@ def kernels_of(
     tokens = rows if blend.is_captured else blend.num_tokens
     kind = 0 if stacks.is_plain else storage_kind(weights.dtype, options.programmatic)
     folds = not kind and weights.dtype != torch.float16
-    of_pairs, row = None, None
+    of_pairs = None
     if blend.by_pair:
-        num_pairs = rows * blend.adapters if blend.is_captured else blend.num_pairs
-        of_pairs = BatchShape(num_pairs, blend.active_slots, blend.run_pairs)
-        row = blend.pair_row()
+        # not the pairs in use: a capture must find the kernels of the eager call before it
+        of_pairs = BatchShape(tokens * blend.adapters, blend.active_slots, blend.run_pairs)
     tma = options.tma and stacks.tma and blend.grid_rows(True, rows) <= MAX_GRID_ROWS
     return kernels_for(
         BatchShape(tokens, blend.tiles_hint, blend.tile_tokens),
         layer_shape(weights, dtype.itemsize),
         weights.output_slices,
-        BlendShape(blend.entries, blend.width, blend.merged, folds, of_pairs, row, tma),
+        BlendShape(blend.entries, blend.width, blend.merged, folds, of_pairs, tma),
         stacks.bias is not None,
         stacks.aligns,
         Storage(kind, weights.scale_block, dtype) if kind else PLAIN,
@@ -247,10 +245,8 @@ def choose_blend_tiles(
         expand = replace(expand, block_c=block_c, chunks=1, num_stages=0)
         return BlendTiles(shrink, expand, "rows")
     # a program of the expand reads all planes of h of all pairs of its tokens
-    h_values = batch.tile_tokens * rank
-    shrink = replace(shrink, split_k=min(shrink.split_k, max(4, MOST_H_VALUES // h_values)))
-    if shape.pairs:
-        shrink = replace(shrink, split_k=min(shrink.split_k, 4))
+    planes = 4 if shape.pairs else max(4, MOST_H_VALUES // (batch.tile_tokens * rank))
+    shrink = replace(shrink, split_k=min(shrink.split_k, planes))
     if shape.merged or not shape.folds:
         pairs = batch.tile_tokens * shape.width
         if storage.kind or rank_pad > MAX_BLOCK_R or pairs * block_r > MOST_H_VALUES // 2:
@@ -355,8 +351,8 @@ def kernels_for(
     )
     tile: dict[str, Any] = {"TILE": batch.tile_tokens, "ENTRIES": entries}
     if blend.pairs is not None:
-        assert blend.row is not None
-        of_shrink = _shrink_kernel(layer, shrink, of_a, blend.row, options)
+        row = RowSizes(blend.pairs.tile_tokens, 1, True, blend.width)
+        of_shrink = shrink_kernel_of(layer, shrink, of_a, row, options)
     else:
         of_shrink = specialized(
             kernels.blend_shrink_kernel,

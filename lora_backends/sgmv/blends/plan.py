@@ -27,7 +27,6 @@ from lora_backends.sgmv.layout import (
     EMPTY,
     Counted,
     Ints,
-    RowSizes,
     aligned,
     bucket,
     fill_runs,
@@ -84,7 +83,6 @@ class Blend:
     run_pairs: int = 0  # of a run, at most
     num_runs: int = 0  # of pairs
     most_runs: int = 0  # that any batch can need
-    num_pairs: int = 0
     active_slots: int = 0
     room: int = 0  # the most tiles that any batch can need
     tile_tokens: int = 0  # 0: not filled yet
@@ -116,10 +114,6 @@ class Blend:
         if not capturing:
             return self.num_runs
         return max_runs(rows * self.adapters, self.num_slots, self.run_pairs)
-
-    def pair_row(self) -> RowSizes:
-        """Return the constants by which a shrink by pair finds its row."""
-        return RowSizes(self.run_pairs, 1, True, self.width)
 
     def _places(self) -> tuple[int, ...]:
         return places(self.capacity, self.room, self.entries, self.width)
@@ -191,8 +185,8 @@ class Blend:
         counts = np.bincount(slots + 1, minlength=self.num_slots + 1)
         counted = Counted(slots, counts, int(np.count_nonzero(counts[1:])))
         if may_cut:
-            self.num_pairs, self.active_slots = int(counts[1:].sum()), counted.active
-            self.run_pairs = tile_tokens(self.num_pairs, max(1, counted.active))
+            self.active_slots = counted.active
+            self.run_pairs = tile_tokens(int(counts[1:].sum()), max(1, counted.active))
             most = self.capacity * self.adapters
             self.most_runs = max_runs(most, self.num_slots, self.run_pairs)
         tables[: run_tables_size(self.run_pairs, self.most_runs)].fill(EMPTY)
