@@ -122,16 +122,23 @@ ROOMY = {  # as CASES, for shared memory alone
 }
 
 
-BLENDS = {  # layer, (tokens, tiles), adapters per token, whether unlike, scales as in STORAGE
+BLENDS = {  # layer, (tokens, adapters), adapters per token, whether unlike, scales as in STORAGE
     "bf16": [
-        (TINY, (16, 1), 2, True, None),  # one tile: all of B at once
-        (QKV, (64, 4), 4, True, None),  # loads of B in flight
-        (ODD, (64, 8), 2, False, None),  # several entries in one product, in steps
-        (SMALL, (1, 1), 2, False, None),  # row by row
-        (QKV, (2048, 32), 4, False, None),  # B through TMA, where the target has it
+        (TINY, (16, 8), 2, True, None),  # one tile: all of B at once
+        (QKV, (64, 8), 4, True, None),  # loads of B in flight
+        (TINY[:2] + (72,), (16, 8), 2, True, None),  # a product loads h, a rank in steps
+        (SMALL, (64, 8), 2, False, None),  # several entries in one product
+        (ODD, (64, 8), 2, False, None),  # the same, in steps
+        (SMALL, (1, 2), 2, False, None),  # row by row
+        (QKV, (2048, 8), 4, False, None),  # B through TMA, where the target has it
     ],
     "fp16": [(SMALL, (64, 8), 2, False, None)],
     "i8": [(SMALL, (64, 8), 2, False, ("int8", (1, None)))],
+}
+ROOMY_BLENDS = {  # for shared memory alone
+    "bf16": [(NARROW, (2048, 8), 4, False, None)],
+    "fp32": [(SMALL, (64, 8), 4, True, None), (NARROW, (2048, 8), 4, False, None)],
+    "i8": [(NARROW, (2048, 8), 2, False, ("float8_e5m2", (4, 16)))],
 }
 BASES = [  # rows, columns, and whether there is a bias
     (1, 4096, False),
@@ -437,30 +444,48 @@ def blend_kernels(dtype, cases, programmatic, gpu):
     """Yield the kernels for several adapters per token of cases as in `BLENDS`."""
     import torch
 
+    from lora_backends import LoRABatch, quantize_weights
     from lora_backends.sgmv import launch
-    from lora_backends.sgmv.blends.launch import BlendShape, kernels_for
-    from lora_backends.sgmv.layout import RowSizes
-    from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind
-    from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape
+    from lora_backends.sgmv.blends.launch import kernels_of
+    from lora_backends.sgmv.blends.plan import fill_blend, new_blend
     from lora_backends.sgmv.tiles.source import rules_for
 
     options = launch.Options("ieee", programmatic, False, rules_for(gpu), programmatic, gpu)
-    for (slices, inputs, rank), (tokens, sets), adapters, unlike, stored in cases:
-        layer = LayerShape(len(slices), rank, inputs, sum(slices), 4 if dtype == "fp32" else 2)
-        storage = PLAIN
+    x_dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(dtype, torch.bfloat16)
+    for layer, (tokens, slots), adapters, unlike, stored in cases:
+        weights = blended_layer(layer, slots, x_dtype, unlike)
         if stored:
-            name, block = stored
-            kind = storage_kind(getattr(torch, name), programmatic)
-            storage = Storage(kind, block, torch.bfloat16)
-        tile = 64 if tokens >= 64 * sets else 16
-        batch, pairs, row = BatchShape(tokens, sets, tile), None, None
-        if tile < 64:
-            pairs = BatchShape(tokens * adapters, 8, 16)
-            row = RowSizes(16, 1, True, adapters)
-        folds, entries = not stored and dtype != "fp16", 8 if unlike else adapters
-        shape = BlendShape(entries, adapters, unlike, folds, pairs, row, programmatic)
-        aligns = (0, 0) if unlike else (16, 16)
-        yield from kernels_for(batch, layer, slices, shape, unlike, aligns, storage, options)[:2]
+            weights = quantize_weights(weights, getattr(torch, stored[0]), stored[1])
+        if unlike:
+            drawn = torch.rand(tokens, slots, generator=torch.Generator().manual_seed(3))
+            chosen = drawn.argsort(1)[:, :adapters]
+        else:
+            first = torch.arange(tokens) * slots // tokens
+            chosen = torch.stack([(first + j) % slots for j in range(adapters)], 1)
+        batch = LoRABatch(chosen, slots)
+        blend = new_blend(batch, None, torch.device("cpu"))
+        fill_blend(blend, batch, options.source.tile_tokens)
+        stacks = launch.stacks_of(weights)
+        yield from kernels_of(weights, stacks, blend, tokens, x_dtype, options)[:2]
+
+
+def blended_layer(layer, slots, dtype, is_stack):
+    """Return a layer with a bias, or one of tensors per slice without."""
+    import torch
+
+    from lora_backends import LoRAWeights
+
+    slices, inputs, rank = layer
+    a = [torch.zeros(slots, rank, inputs, dtype=dtype) for _ in slices]
+    b = [torch.zeros(slots, width, rank, dtype=dtype) for width in slices]
+    return LoRAWeights(
+        lora_a=torch.stack(a, 1) if is_stack else tuple(a),
+        lora_b=torch.cat(b, 1) if is_stack else tuple(b),
+        ranks=torch.full((slots, len(slices)), rank),
+        scalings=torch.ones(slots, len(slices)),
+        output_slices=slices,
+        bias=torch.zeros(slots, sum(slices), dtype=dtype) if is_stack else None,
+    )
 
 
 def base_kernels(gpu):
@@ -495,9 +520,10 @@ def variants(target):
         for engine, dtype in cases:
             for found in kernels(cases, engine, dtype, programmatic, gpu):
                 yield Variant(f"{engine} {dtype}", found, dtype, whole=whole)
-    for dtype, cases in BLENDS.items():
-        for found in blend_kernels(dtype, cases, programmatic, gpu):
-            yield Variant(f"blends {dtype}", found, dtype)
+    for blends, whole in ((BLENDS, True), (ROOMY_BLENDS, False)):
+        for dtype, cases in blends.items():
+            for found in blend_kernels(dtype, cases, programmatic, gpu):
+                yield Variant(f"blends {dtype}", found, dtype, whole=whole)
     for found in base_kernels(gpu) if programmatic else ():
         yield Variant("bf16", found, "bf16")
 
