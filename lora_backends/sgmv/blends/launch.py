@@ -53,8 +53,8 @@ MAX_STACKED = 4 * MAX_BLOCK_R
 
 
 MOST_H_VALUES = 16384
-"""The values of h that a program of the expand keeps in registers, or adds up over more than 4
-planes."""
+"""The most values of h that a program of the expand adds up in more than 4 planes; it keeps half as
+many in registers."""
 
 LONG_INPUT = 8192
 """in_features above which a shrink of many ranks takes longer than the expand."""
@@ -229,7 +229,7 @@ def choose_blend_tiles(
     rank_pad = padded_rank(layer.max_rank)
     block_r, rank = min(MAX_BLOCK_R, rank_pad), shape.entries * rank_pad
     if shape.merged or storage.kind or rank > MAX_STACKED:
-        # with fewer tokens a tile the rules choose sizes without a matrix product
+        # from 2 tokens a tile on, the rules choose a matrix product
         batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots))
     stacked = replace(layer, num_slices=layer.num_slices * shape.entries)
     expand = choose_sizes(batch, layer, storage, rules, "linear")[1]

@@ -4,11 +4,16 @@
 import triton
 import triton.language as tl
 
-from lora_backends.sgmv.blends.tile_kernels import b_of_slot, entry_of, load_pair, store_block
+from lora_backends.sgmv.blends.tile_kernels import (
+    b_of_slot,
+    entry_of,
+    load_pair,
+    prefetch_b,
+    store_block,
+)
 from lora_backends.sgmv.kernels.blocks import load_b_rows, load_h_row, load_y, wait_for_h
 from lora_backends.sgmv.kernels.indexing import entry, in_groups, slice_entry
 from lora_backends.sgmv.kernels.operands import RowsOfY, Tile
-from lora_backends.sgmv.kernels.prefetch import prefetch_lines
 from lora_backends.sgmv.kernels.products import multiply, rounded, row_product, within
 
 
@@ -24,11 +29,11 @@ def add_together(tile, b, ENTRIES: tl.constexpr, TOGETHER: tl.constexpr, S: tl.c
     T: tl.constexpr = tile.tokens.shape[0]
     c = tile.first + tl.arange(0, C)  # [C]
     block = _load_b(tile, b, 0, c, ENTRIES, TOGETHER, S)
-    _, _, ranks, _ = _entries_of(tile, 0, ENTRIES, ENTRIES, S)
+    _, slots, ranks, _ = _entries_of(tile, 0, ENTRIES, ENTRIES, S)
     y_rows = _rows_of_y(tile, tl.max(ranks), S)
     y = load_y(tile, y_rows, c, S)
     if S.PROGRAMMATIC and PARTS > 1:
-        _prefetch_b(tile, b, c, ENTRIES, S)
+        prefetch_b(tile, b, slots, ranks > 0, c, S)
     wait_for_h(S)
     if PARTS == 1:
         h = _load_h(tile, 0, block.dtype, ENTRIES, TOGETHER, S)
@@ -51,7 +56,7 @@ def add_together(tile, b, ENTRIES: tl.constexpr, TOGETHER: tl.constexpr, S: tl.c
             y = load_y(tile, y_rows, c, S)
         if S.HAS_BIAS:
             delta = _add_bias(tile, c_now, delta, ENTRIES, S)
-        store_block(tile, c_now, y_now, delta, y_rows.written, S)
+        store_block(tile, y_rows, c_now, y_now, delta, S)
 
 
 @triton.jit
@@ -89,15 +94,6 @@ def _load_b(tile, b, part, c, ENTRIES: tl.constexpr, TOGETHER: tl.constexpr, S: 
     values = tl.load(at[:, None, None] + offsets, mask=mask, other=0.0)  # [E, R, C]
     values = tl.where((r[None, :] < rank[:, None])[:, :, None], values, 0)
     return tl.reshape(values, (V, C))
-
-
-@triton.jit
-def _prefetch_b(tile, b, c, ENTRIES: tl.constexpr, S: tl.constexpr):
-    """Bring the first line of 128 bytes of the columns of B of every entry into L2."""
-    _, slot, rank, _ = _entries_of(tile, 0, ENTRIES, ENTRIES, S)
-    at, b_stride = b_of_slot(b, slot, tile.s, S)
-    at = at[:, None] + c.to(tl.int64)[None, :] * b_stride
-    prefetch_lines(at, (rank > 0)[:, None] & (c < tile.end)[None, :])
 
 
 @triton.jit
@@ -185,7 +181,7 @@ def _add_tma_blocks(
             total = multiply(h[j], block, total, S)
         if S.HAS_BIAS:
             total = _add_bias(tile, c, total, WIDTH, S)
-        store_block(tile, c, y, total, y_rows.written, S)
+        store_block(tile, y_rows, c, y, total, S)
 
 
 @triton.jit
@@ -222,8 +218,8 @@ def add_rows(
         written = (one + most) > 0
     for i in tl.range(0, last, num_stages=1):
         token = entry(tile.tokens, t, i)
-        y_at = y_ptr + token * y_stride_t + one
-        y = load_y(tile, RowsOfY(at=y_at, read=written, written=written), c, S)
+        y_rows = RowsOfY(at=y_ptr + token * y_stride_t + one, read=written, written=written)
+        y = load_y(tile, y_rows, c, S)
         h_at = h_slice + token * (WIDTH * tile.h_stride)
         factors_at, factors = factors_ptr + entry(positions, t, i) * WIDTH, ()
         for j in tl.static_range(WIDTH):
@@ -237,11 +233,7 @@ def add_rows(
         total = total[None, :]
         if S.HAS_BIAS:
             total = _add_bias(tile, c, total, WIDTH, S)
-        mask = written[:, None]
-        if not S.EVEN_C:
-            mask = mask & (c < tile.end)[None, :]
-        total = rounded(y.to(tl.float32) + total, y.dtype, S.INTERPRETED)
-        tl.store(y_at[:, None] + c[None, :], total, mask=mask)
+        store_block(tile, y_rows, c, y, total, S)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from lora_backends.sgmv.kernels.indexing import in_groups, slice_entry
+from lora_backends.sgmv.kernels.prefetch import prefetch_lines
 from lora_backends.sgmv.kernels.products import rounded
 
 
@@ -82,10 +83,18 @@ def load_pair(tile, j, used, r, S: tl.constexpr):
 
 
 @triton.jit
-def store_block(tile, c, y, total, written, S: tl.constexpr):
-    """Store y + total, rounded once."""
-    mask = written[:, None]
+def prefetch_b(tile, b, slots, wanted, c, S: tl.constexpr):
+    """Bring the first line of 128 bytes of columns c of B of some slots [E] into L2."""
+    at, stride = b_of_slot(b, slots, tile.s, S)
+    at = at[:, None] + c.to(tl.int64)[None, :] * stride
+    prefetch_lines(at, wanted[:, None] & (c < tile.end)[None, :])
+
+
+@triton.jit
+def store_block(tile, y_rows, c, y, total, S: tl.constexpr):
+    """Store y + total, rounded once; `y_rows` are the `RowsOfY`."""
+    mask = y_rows.written[:, None]
     if not S.EVEN_C:
         mask = mask & (c < tile.end)[None, :]
-    total = y.to(tl.float32) + total
-    tl.store(tile.y[:, None] + c[None, :], rounded(total, y.dtype, S.INTERPRETED), mask=mask)
+    total = rounded(y.to(tl.float32) + total, y.dtype, S.INTERPRETED)
+    tl.store(y_rows.at[:, None] + c[None, :], total, mask=mask)

@@ -4,7 +4,13 @@
 import triton
 import triton.language as tl
 
-from lora_backends.sgmv.blends.tile_kernels import b_of_slot, entry_of, load_pair, store_block
+from lora_backends.sgmv.blends.tile_kernels import (
+    b_of_slot,
+    entry_of,
+    load_pair,
+    prefetch_b,
+    store_block,
+)
 from lora_backends.sgmv.kernels.blocks import (
     load_b,
     load_h,
@@ -15,7 +21,6 @@ from lora_backends.sgmv.kernels.blocks import (
 )
 from lora_backends.sgmv.kernels.indexing import entry
 from lora_backends.sgmv.kernels.operands import RowsOfY, Tile
-from lora_backends.sgmv.kernels.prefetch import prefetch_lines
 from lora_backends.sgmv.kernels.products import (
     multiply,
     product_of_operands,
@@ -70,7 +75,7 @@ def add_entries(tile, b, WIDTH: tl.constexpr, ENTRIES: tl.constexpr, S: tl.const
         scalings = tl.where(ranks > 0, scalings, 0.0)
         used = tl.sum(live.to(tl.int32))
         if S.PROGRAMMATIC:
-            _prefetch_b(tile, b, slots, live, c, S)
+            prefetch_b(tile, b, slots.to(tl.int64), live, c, S)
         least = tl.min(tl.where(live, ranks, R))
         wait_for_h(S)
         h = _load_pairs(tile, ids, r, b.ptr.dtype.element_ty, WIDTH, S)
@@ -84,7 +89,8 @@ def add_entries(tile, b, WIDTH: tl.constexpr, ENTRIES: tl.constexpr, S: tl.const
                 tile, b, slots, ranks, scalings, used, ids, factors, h, c, r, total, written, False,
                 WIDTH, S,
             )  # fmt: skip
-    store_block(tile, c, y, total, written > 0, S)
+    y_rows = RowsOfY(at=tile.y, read=has_token, written=written > 0)
+    store_block(tile, y_rows, c, y, total, S)
 
 
 @triton.jit
@@ -131,7 +137,7 @@ def _add_entry(
     tile, block, slot, rank, scaling, i, ids, factors, h, c, r, total, written,
     WIDTH: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums with entry i added where a token has it, and the rows that it writes."""
+    """Return the sums with entry i added where a token has it, and the rows to write."""
     T: tl.constexpr = total.shape[0]
     R: tl.constexpr = r.shape[0]
     left = tl.zeros((T, R), dtype=block.dtype)
@@ -143,7 +149,16 @@ def _add_entry(
         factor = tl.where(mine, factors[j], factor)
         member = tl.where(mine, 1, member)
     product = multiply(left, block, None, S)  # [T, C]
-    added = total + (factor * scaling)[:, None] * product
+    return _added(tile, total, written, member, factor * scaling, product, slot, rank, c, S)
+
+
+@triton.jit
+def _added(tile, total, written, member, factor, product, slot, rank, c, S: tl.constexpr):
+    """Return the sums with an entry's product and bias added, and the rows to write.
+
+    Only tokens that have the entry get it.
+    """
+    added = total + factor[:, None] * product
     if S.HAS_BIAS:
         bias_at = tile.bias + slot * tile.bias_stride + c
         bias = tl.load(bias_at, mask=c < tile.end, other=0.0)
@@ -153,14 +168,6 @@ def _add_entry(
         written = tl.where(rank > 0, tl.maximum(written, member), written)
     # not a product with 0: an adapter's infinities stay with its tokens
     return tl.where((member > 0)[:, None], added, total), written
-
-
-@triton.jit
-def _prefetch_b(tile, b, slots, live, c, S: tl.constexpr):
-    """Bring the first line of 128 bytes of each column of B of all entries into L2."""
-    at, stride = b_of_slot(b, slots.to(tl.int64), tile.s, S)
-    wanted = live[:, None] & (c < tile.end)[None, :]
-    prefetch_lines(at[:, None] + c.to(tl.int64)[None, :] * stride, wanted)
 
 
 @triton.jit
@@ -191,16 +198,11 @@ def add_each(tile, b, WIDTH: tl.constexpr, ENTRIES: tl.constexpr, S: tl.constexp
             rows = RowsOfY(at=tile.y, read=member > 0, written=member > 0)
             h = tile.h + pair * tile.h_stride
             product = _product(h, tile.plane, rows, b, slot, tile.s, rank, tile.end, c, S)
-            added = total + (factor * scaling)[:, None] * product
-            if S.HAS_BIAS:
-                bias_at = tile.bias + slot * tile.bias_stride + c
-                bias = tl.load(bias_at, mask=c < tile.end, other=0.0)
-                added += bias.to(tl.float32)[None, :]
-                written = tl.maximum(written, member)
-            else:
-                written = tl.where(rank > 0, tl.maximum(written, member), written)
-            total = tl.where((member > 0)[:, None], added, total)
-        store_block(tile, c, y, total, written > 0, S)
+            total, written = _added(
+                tile, total, written, member, factor * scaling, product, slot, rank, c, S
+            )
+        y_rows = RowsOfY(at=tile.y, read=has_token, written=written > 0)
+        store_block(tile, y_rows, c, y, total, S)
 
 
 @triton.jit
