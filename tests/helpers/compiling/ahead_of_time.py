@@ -138,7 +138,6 @@ BLENDS = {  # layer, (tokens, adapters), adapters per token, whether unlike, sca
 ROOMY_BLENDS = {  # for shared memory alone
     "bf16": [(NARROW, (2048, 8), 4, False, None)],
     "fp32": [(SMALL, (64, 8), 4, True, None), (NARROW, (2048, 8), 4, False, None)],
-    "i8": [(NARROW, (2048, 8), 2, False, ("float8_e5m2", (4, 16)))],
 }
 BASES = [  # rows, columns, and whether there is a bias
     (1, 4096, False),
