@@ -365,6 +365,34 @@ def test_like_tokens_get_the_sum_of_their_adapters(device, how, tokens, rank, dt
     agree(y, wanted, torch.zeros_like(y), dtype)
 
 
+def test_planes_of_a_long_shrink_of_many_ranks_are_added_up_before_the_expand(device, monkeypatch):
+    backend, slots, inputs, tokens = make_engine("triton", device), 4, 8224, 16
+    weights = LoRAWeights(
+        lora_a=rows(slots * 33, inputs, device, torch.bfloat16).reshape(slots, 1, 33, inputs) / 64,
+        lora_b=rows(slots * 40, 33, device, torch.bfloat16).reshape(slots, 40, 33),
+        ranks=torch.tensor([[33], [5], [0], [33]]),
+        scalings=torch.rand(slots, 1) + 0.5,
+        output_slices=(40,),
+    )
+    first = torch.arange(tokens) % slots
+    chosen = torch.stack([first, torch.where(first % 2 > 0, (first + 3) % slots, -1)], 1)
+    chosen[3] = -1
+    batch = LoRABatch(chosen, slots, torch.rand(tokens, 2))
+    plan, x = backend.prepare_batch(batch), rows(tokens, inputs, device, torch.bfloat16)
+    launched, launch = [], SpecializedKernel.launch
+
+    def record(kernel, *arguments):
+        launched.append(getattr(kernel.sizes, "PLANES", 0))
+        return launch(kernel, *arguments)
+
+    monkeypatch.setattr(SpecializedKernel, "launch", record)
+    y = backend.run_linear(x, weights, plan).float()
+    assert [planes > 4 for planes in launched] == [False, True, False]
+    wanted = reference(device).prepare_batch(batch)
+    wanted = reference(device).run_linear(x, weights, wanted).float()
+    agree(y, wanted, torch.zeros_like(y), torch.bfloat16)
+
+
 def test_a_capture_finds_the_kernels_of_the_eager_call_before_it(device):
     """Tokens have one of four possible adapters, so their pairs are far fewer than there may be."""
     backend, weights, tokens = make_engine("triton", device), layer(device, torch.bfloat16), 200

@@ -435,16 +435,23 @@ def sum_planes(planes: torch.Tensor, plan: SgmvPlan | None = None) -> torch.Tens
     out = torch.empty_like(planes[:1])
     values = out.numel()
     if values:
-        kernel = _planes_kernel(planes.shape[0], planes.shape[3], plan is not None)
+        kernel = planes_kernel(planes.shape[0], planes.shape[3], plan is not None)
         slots = planes if plan is None else plan.token_slots()
         arguments = Arguments((planes, slots, out), (), (values, planes.shape[2]))
         kernel.launch(-(-values // PLANE_BLOCK), arguments)
     return out
 
 
-def _planes_kernel(planes: int, max_rank: int, clears: bool) -> SpecializedKernel:
-    sizes = PlaneSizes(PLANE_BLOCK, INTERPRETED, planes, max_rank, clears)
-    return specialized(sums.add_planes_kernel, 1, SIZES=sizes)
+def planes_kernel(
+    planes: int,
+    max_rank: int,
+    clears: bool = False,
+    block: int = PLANE_BLOCK,
+    programmatic: bool = False,
+) -> SpecializedKernel:
+    """Return the kernel that adds up planes, `block` values a program."""
+    sizes = PlaneSizes(block, INTERPRETED, planes, max_rank, clears, programmatic)
+    return specialized(sums.add_planes_kernel, 1, programmatic=programmatic, SIZES=sizes)
 
 
 def _ids_kernel(num_slices: int, max_rank: int, is_all: bool) -> SpecializedKernel:

@@ -1,4 +1,4 @@
-"""The two kernels of a layer for several adapters per token, and their launches."""
+"""The kernels of a layer for several adapters per token, and their launches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from lora_backends.common.devices import is_capturing
 from lora_backends.eight_bit import b_row_groups
+from lora_backends.sgmv.backward.launch import planes_kernel
 from lora_backends.sgmv.blends import kernels
 from lora_backends.sgmv.blends.plan import Blend
 from lora_backends.sgmv.launch import (
@@ -59,16 +60,20 @@ many in registers."""
 LONG_INPUT = 8192
 """in_features above which a shrink of many ranks takes longer than the expand."""
 
+SUM_BLOCK = 256
+"""Values of h of a program that adds up planes: few pairs make few programs."""
+
 TMA_COLUMNS = 512
 """The columns of a program of the expand through TMA."""
 
 
 class BlendKernels(NamedTuple):
-    """Both kernels of a layer for one shape of batch."""
+    """The kernels of a layer for one shape of batch."""
 
     shrink: SpecializedKernel
     expand: SpecializedKernel
     split_k: int  # planes of h
+    sum: SpecializedKernel | None  # adds up the planes of h in between
 
 
 class BlendShape(NamedTuple):
@@ -98,6 +103,7 @@ class BlendTiles(NamedTuple):
     expand: ExpandTiles
     how: How
     together: int = 1  # entries of a product of "together"
+    sums: bool = False  # whether a kernel in between adds up the planes of h
 
 
 @dataclass(eq=False, slots=True)
@@ -152,6 +158,9 @@ def add(
     else:
         tensors, _, numbers = shrink_arguments(x, stacks, tuple(tables), h)
         kernels.shrink.launch(rows, Arguments(tensors, (), (*numbers, rows)))
+    if kernels.sum is not None:
+        values = h[0].numel()
+        kernels.sum.launch(-(-values // SUM_BLOCK), Arguments((h, h, h), (), (values, h_rows)))
     b, b_scales, bias = stacks.b, stacks.b_scales, stacks.bias
     # also passed for tensors that the layer lacks, which the kernel does not read
     stored = b.base if stacks.is_plain else stored_bytes(b.base)
@@ -246,15 +255,20 @@ def choose_blend_tiles(
         return BlendTiles(shrink, expand, "rows")
     # a program of the expand reads all planes of h of all pairs of its tokens
     planes = 4 if shape.pairs else max(4, MOST_H_VALUES // (batch.tile_tokens * rank))
-    shrink = replace(shrink, split_k=min(shrink.split_k, planes))
+    # a long shrink of many ranks in 4 parts would take longer than a third kernel
+    is_long = layer.in_features > LONG_INPUT and rank_pad > MIN_DOT
+    sums = shape.pairs is not None and is_long and shrink.split_k > planes
+    if not sums:
+        shrink = replace(shrink, split_k=min(shrink.split_k, planes))
     if shape.merged or not shape.folds:
         pairs = batch.tile_tokens * shape.width
         if storage.kind or rank_pad > MAX_BLOCK_R or pairs * block_r > MOST_H_VALUES // 2:
             if batch.tile_tokens == 64:  # else it would spill
                 expand = replace(expand, chunks=1, num_warps=8)
-            return BlendTiles(shrink, replace(expand, num_stages=1), "each")
-        of_unlike = _of_entries(batch, layer, shape)
-        return BlendTiles(shrink, of_unlike, "entries")
+            return BlendTiles(shrink, replace(expand, num_stages=1), "each", sums=sums)
+        # prefetches of B beside a long shrink would slow that, on an H200 by up to 1.4 times
+        at_once = batch.active_slots == 1 or (is_long and not sums)
+        return BlendTiles(shrink, _of_entries(batch, layer, shape, at_once), "entries", sums=sums)
     fits = max(rank_pad, rank // 4) <= MAX_BLOCK_R and options.gpu.shared_bytes >= TMA_BYTES
     if shape.tma and fits and layer.item_bytes == 2 and not shape.pairs:
         # 4 warps leave a thread registers for h of all entries
@@ -264,17 +278,20 @@ def choose_blend_tiles(
             shrink = ShrinkTiles(256, 64, 1, num_warps=8, num_stages=3)
             by_tma = replace(by_tma, num_stages=2)
         return BlendTiles(shrink, by_tma, "tma")
-    return _together(shrink, replace(expand, num_stages=1), batch, layer, shape)
+    expand, together = _together(replace(expand, num_stages=1), batch, layer, shape)
+    return BlendTiles(shrink, expand, "together", together, sums)
 
 
-def _of_entries(batch: BatchShape, layer: LayerShape, shape: BlendShape) -> ExpandTiles:
-    """Return the sizes of an expand with a product for each entry."""
+def _of_entries(
+    batch: BatchShape, layer: LayerShape, shape: BlendShape, at_once: bool
+) -> ExpandTiles:
+    """Return the sizes of an expand with a product for each entry.
+
+    `at_once`: whether to load all of B before the wait for h. One tile leaves registers for that.
+    """
     block_r = padded_rank(layer.max_rank)
     half = 2 if layer.item_bytes == 4 else 1
-    # one tile leaves most registers idle: all of B is loaded before the wait for h; and prefetches
-    # of B beside a long shrink of many ranks would slow that, on an H200 by up to 1.4 times
-    is_long = layer.in_features > LONG_INPUT and block_r > MIN_DOT
-    if (batch.active_slots == 1 or is_long) and shape.entries <= 8:
+    if at_once and shape.entries <= 8:
         return ExpandTiles(min(64, 32 * MAX_BLOCK_R // block_r) // half, block_r)
     # several tiles share a multiprocessor: fewer registers, 8 KiB of B or less in flight a load
     block_c, stages = (128, 4) if block_r == MIN_DOT else (64, 3)
@@ -283,13 +300,9 @@ def _of_entries(batch: BatchShape, layer: LayerShape, shape: BlendShape) -> Expa
 
 
 def _together(
-    shrink: ShrinkTiles,
-    expand: ExpandTiles,
-    batch: BatchShape,
-    layer: LayerShape,
-    shape: BlendShape,
-) -> BlendTiles:
-    """Return the sizes where one product takes several entries of like tokens."""
+    expand: ExpandTiles, batch: BatchShape, layer: LayerShape, shape: BlendShape
+) -> tuple[ExpandTiles, int]:
+    """Return the sizes where one product takes several entries of like tokens, and how many."""
     rank_pad = padded_rank(layer.max_rank)
     most = MAX_STACKED if layer.item_bytes == 2 else 2 * MAX_BLOCK_R
     together = max(1, min(shape.entries, most // expand.block_r))
@@ -302,8 +315,7 @@ def _together(
         chunks = 1
     wide = batch.tile_tokens * ranks >= 64 * MAX_BLOCK_R
     num_warps = 8 if wide else expand.num_warps
-    expand = replace(expand, block_c=block_c, chunks=chunks, num_warps=num_warps)
-    return BlendTiles(shrink, expand, "together", together)
+    return replace(expand, block_c=block_c, chunks=chunks, num_warps=num_warps), together
 
 
 @lru_cache(maxsize=4096)
@@ -321,7 +333,8 @@ def kernels_for(
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         even = all(width % TMA_COLUMNS == 0 for width in output_slices)
         blend = blend._replace(tma=blend.tma and even)
-    shrink, expand, how, together = choose_blend_tiles(batch, layer, blend, storage, options)
+    tiles = choose_blend_tiles(batch, layer, blend, storage, options)
+    shrink, expand, how, together, sums = tiles
     entries = blend.entries
     columns, rank = column_programs(output_slices, expand), layer.max_rank
     of_a = shrink_sizes(
@@ -339,7 +352,7 @@ def kernels_for(
     of_b = expand_sizes(
         expand,
         columns,
-        shrink.split_k,
+        1 if sums else shrink.split_k,
         rank,
         storage,
         FIRST_GROUPS=tuple(accumulate(b_row_groups(output_slices, storage.block), initial=0)),
@@ -375,4 +388,9 @@ def kernels_for(
         TOGETHER=together,
         **tile,
     )
-    return BlendKernels(of_shrink, of_expand, shrink.split_k)
+    add_planes = None
+    if sums:
+        add_planes = planes_kernel(
+            shrink.split_k, rank, block=SUM_BLOCK, programmatic=options.programmatic
+        )
+    return BlendKernels(of_shrink, of_expand, shrink.split_k, add_planes)

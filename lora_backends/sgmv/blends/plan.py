@@ -4,7 +4,7 @@ Tokens with the same set of adapters lie together. A tile takes set after set un
 their tokens, are more than it has room for. One shrink and one expand serve all adapters:
 
                  passes of one adapter each       one pass
-    launches     2n                               2
+    launches     2n                               2, or 3 where planes of h are added up apart
     x is read    once for each adapter            in tiles of 64 tokens once for all adapters
     y moves      n reads, n writes                1 read, 1 write
     A, B, h      once for each adapter of a tile  the same

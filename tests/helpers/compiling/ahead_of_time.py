@@ -60,6 +60,7 @@ POINTERS = {
     "a_scales_ptr": "*fp32",
     "b_scales_ptr": "*fp32",
 }
+PLANES = {"planes_ptr": "*fp32", "token_slots_ptr": "*i32", "out_ptr": "*fp32"}
 BLOCKS = {  # of TMA
     "b_tma": ("BLOCK_C", "BLOCK_R"),
     "x_tma": ("BLOCK_T", "BLOCK_K"),
@@ -127,7 +128,7 @@ BLENDS = {  # layer, (tokens, adapters), adapters per token, whether unlike, sca
         (TINY, (16, 8), 2, True, None),  # one tile: all of B at once
         (QKV, (64, 8), 4, True, None),  # loads of B in flight
         (TINY[:2] + (72,), (16, 8), 2, True, None),  # a product loads h, a rank in steps
-        (SMALL, (64, 8), 2, False, None),  # several entries in one product
+        (NARROW, (64, 8), 2, False, None),  # several entries in one product; planes are added up
         (ODD, (64, 8), 2, False, None),  # the same, in steps
         (SMALL, (1, 2), 2, False, None),  # row by row
         (QKV, (2048, 8), 4, False, None),  # B through TMA, where the target has it
@@ -465,7 +466,10 @@ def blend_kernels(dtype, cases, programmatic, gpu):
         blend = new_blend(batch, None, torch.device("cpu"))
         fill_blend(blend, batch, options.source.tile_tokens)
         stacks = launch.stacks_of(weights)
-        yield from kernels_of(weights, stacks, blend, tokens, x_dtype, options)[:2]
+        found = kernels_of(weights, stacks, blend, tokens, x_dtype, options)
+        yield from (found.shrink, found.expand)
+        if found.sum is not None:
+            yield found.sum
 
 
 def blended_layer(layer, slots, dtype, is_stack):
@@ -522,7 +526,8 @@ def variants(target):
     for blends, whole in ((BLENDS, True), (ROOMY_BLENDS, False)):
         for dtype, cases in blends.items():
             for found in blend_kernels(dtype, cases, programmatic, gpu):
-                yield Variant(f"blends {dtype}", found, dtype, whole=whole)
+                pointers = PLANES if "planes_ptr" in found.kernel.arg_names else {}
+                yield Variant(f"blends {dtype}", found, dtype, pointers, whole=whole)
     for found in base_kernels(gpu) if programmatic else ():
         yield Variant("bf16", found, "bf16")
 

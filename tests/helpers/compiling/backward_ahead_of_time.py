@@ -84,7 +84,7 @@ def kernels(cases, engine, dtype, programmatic, gpu):
             pieces = PieceSizes(size, 2048 // size, False, False)
             yield launch._sum_kernel(6144, pieces), {"values_ptr": "*fp32"}
             yield launch._pieces_kernel(16 * 4096, pieces), {}
-            yield launch._planes_kernel(8, rank, True), {"out_ptr": "*fp32"}
+            yield launch.planes_kernel(8, rank, True), {"out_ptr": "*fp32"}
             yield launch._ids_kernel(1, rank, False), {}
 
 

@@ -102,6 +102,7 @@ class PlaneSizes(NamedTuple):
     PLANES: int = 0
     MAX_RANK: int = 0
     CLEARS: bool = False  # whether rows without an adapter become zero
+    PROGRAMMATIC: bool = False  # whether it may start before the kernel in front has ended
 
 
 class EmbeddingSizes(NamedTuple):

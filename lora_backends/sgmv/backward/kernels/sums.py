@@ -3,6 +3,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lora_backends.sgmv.backward.kernels.pieces import piece_of, place_of, runs_of
 from lora_backends.sgmv.kernels.indexing import row_and_program
@@ -90,7 +91,7 @@ def add_planes_kernel(
     PROGRAMS: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """out[s, t, r] = sum over k of planes[k, s, t, r], in order.
+    """out[s, t, r] = sum over k of planes[k, s, t, r], in order; out may be the first plane.
 
     With CLEARS it is zero where token t has no adapter, and nothing is read there.
     """
@@ -98,6 +99,9 @@ def add_planes_kernel(
     i = row * SIZES.BLOCK + tl.arange(0, SIZES.BLOCK)  # int64
     within = i < plane
     read = within
+    if SIZES.PROGRAMMATIC:
+        gdc_wait()
+        gdc_launch_dependents()
     if SIZES.CLEARS:
         t = i // SIZES.MAX_RANK % rows
         read = within & (tl.load(token_slots_ptr + t, mask=within, other=-1) >= 0)
