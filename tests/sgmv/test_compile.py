@@ -17,7 +17,7 @@ from lora_backends.sgmv.tiles.gpu import H200
 KERNELS = {  # by label
     "triton bf16": ("shrink", "expand", "gather"),
     "csgmv bf16": ("shrink", "expand", "gather"),
-    "blends bf16": ("shrink", "blend_shrink", "blend_expand"),
+    "blends bf16": ("shrink", "blend_shrink", "blend_expand", "add_planes"),
     "experts bf16": ("shrink", "expand", "sum", "product", "dx", "sum_pairs", "outer")
     + ("compare", "count", "scatter"),
     "backward bf16": ("dh", "dx", "outer", "sum", "add_pieces", "add_planes", "add_columns"),

@@ -61,7 +61,7 @@ LONG_INPUT = 8192
 """in_features above which a shrink of many ranks takes longer than the expand."""
 
 SUM_BLOCK = 256
-"""Values of h of a program that adds up planes: few pairs make few programs."""
+"""Values of h that a program of the third kernel writes: few, as there may be few pairs."""
 
 TMA_COLUMNS = 512
 """The columns of a program of the expand through TMA."""
@@ -97,7 +97,7 @@ entries in one product. For all: "entries": a product for each entry, h of all p
 
 
 class BlendTiles(NamedTuple):
-    """Sizes of both kernels."""
+    """Sizes of the shrink and the expand."""
 
     shrink: ShrinkTiles
     expand: ExpandTiles
@@ -115,7 +115,7 @@ class BlendedCall:
     stacks: Stacks
 
     def run(self, x: torch.Tensor, weights: LoRAWeights, blend: Blend, y: torch.Tensor) -> bool:
-        """Launch both kernels."""
+        """Launch the kernels."""
         capturing = is_capturing(self.device)
         blend.is_captured |= capturing
         add(x, weights, self.stacks, blend, y, self.options, capturing)
@@ -141,7 +141,7 @@ def add(
     options: Options,
     capturing: bool,
 ) -> None:
-    """Launch the shrink and the expand."""
+    """Launch the kernels."""
     assert stacks.b is not None
     tokens = x.shape[0]
     rows = blend.grid_rows(capturing, tokens) or EMPTY_ROW
@@ -201,7 +201,7 @@ def kernels_of(
     dtype: torch.dtype,
     options: Options,
 ) -> BlendKernels:
-    """Return both kernels for a layer, a batch and x of `rows` rows: one cached lookup."""
+    """Return the kernels for a layer, a batch and x of `rows` rows: one cached lookup."""
     tokens = rows if blend.is_captured else blend.num_tokens
     kind = 0 if stacks.is_plain else storage_kind(weights.dtype, options.programmatic)
     folds = not kind and weights.dtype != torch.float16
@@ -229,7 +229,7 @@ def choose_blend_tiles(
     storage: Storage,
     options: Options,
 ) -> BlendTiles:
-    """Return the sizes of both kernels; those for like tokens count all entries as one adapter.
+    """Return the sizes of the kernels; for like tokens they count all entries as one adapter.
 
     As measured on an H200 in bfloat16: 1 to 4096 tokens, ranks 16 and 64, 2 and 4 of 8 adapters.
     """
@@ -255,7 +255,7 @@ def choose_blend_tiles(
         return BlendTiles(shrink, expand, "rows")
     # a program of the expand reads all planes of h of all pairs of its tokens
     planes = 4 if shape.pairs else max(4, MOST_H_VALUES // (batch.tile_tokens * rank))
-    # a long shrink of many ranks in 4 parts would take longer than a third kernel
+    # in 4 parts a long shrink of many ranks takes longer than in more parts with a third kernel
     is_long = layer.in_features > LONG_INPUT and rank_pad > MIN_DOT
     sums = shape.pairs is not None and is_long and shrink.split_k > planes
     if not sums:
@@ -329,7 +329,7 @@ def kernels_for(
     storage: Storage,
     options: Options,
 ) -> BlendKernels:
-    """Return both kernels."""
+    """Return the kernels."""
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
         even = all(width % TMA_COLUMNS == 0 for width in output_slices)
         blend = blend._replace(tma=blend.tma and even)

@@ -334,7 +334,9 @@ def check_ptx(found, dtype, ptx):
             check_widening(ptx, sizes)
     if not getattr(sizes, "PROGRAMMATIC", False):  # a gather never starts early
         return
-    if isinstance(sizes, ShrinkSizes):
+    if name == "add_planes_kernel":
+        check_waits_first(ptx)
+    elif isinstance(sizes, ShrinkSizes):
         check_waits_first(ptx)
         prefetched = "prefetch.global.L2" in ptx.partition("griddepcontrol")[0]
         early = is_dense or name == "blend_shrink_kernel"
@@ -344,9 +346,10 @@ def check_ptx(found, dtype, ptx):
 
 
 def check_waits_first(ptx):
-    """Check that each program of a shrink waits before it can end or let the next kernel start.
+    """Check that each program waits before it can end or let the next kernel start.
 
-    A base product relies on it: it reads x without a wait of its own.
+    A base product beside a shrink relies on it: it reads x without a wait of its own. So does an
+    expand: its wait covers the sum of planes in front of it, and so the shrink before that.
     """
     seen = re.findall(r"griddepcontrol\.\w+|st\.global|\bbra\b|\bret;", ptx)
     assert seen[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"], seen[:2]
