@@ -83,10 +83,13 @@ def fuse(wrapper, monkeypatch):
     order, backend = [], wrapper.tokens.backend
     linear = torch.nn.functional.linear
 
-    def base(x, weight, bias=None):
-        if not torch.compiler.is_compiling():
-            order.append("base")
-        return linear(x, weight, bias)
+    def noted(product):
+        def base(*args):
+            if not torch.compiler.is_compiling():
+                order.append("base")
+            return product(*args)
+
+        return base
 
     def run_with_base(x, weight, bias, weights, plan):
         assert {type(weight), type(bias)} <= {torch.Tensor, type(None)}, "it takes plain tensors"
@@ -95,7 +98,9 @@ def fuse(wrapper, monkeypatch):
         backend.run_linear(x, weights, plan, y)
         return y
 
-    monkeypatch.setattr(torch.nn.functional, "linear", base)
+    monkeypatch.setattr(torch.nn.functional, "linear", noted(linear))
+    monkeypatch.setattr(torch, "mm", noted(torch.mm))
+    monkeypatch.setattr(torch, "addmm", noted(torch.addmm))
     monkeypatch.setattr(backend, "multiplies_bases", True, raising=False)
     monkeypatch.setattr(backend, "run_with_base", run_with_base, raising=False)
 

@@ -196,50 +196,52 @@ def linear(
         bias: [out_features].
         stack: the first A of the layer.
     """
+    # vLLM's parameter classes serve only to load weights, and torch dispatches them more slowly. In
+    # a compiled program a view of a weight is a plain tensor, made without dispatch.
     if is_traced():
-        y: torch.Tensor = torch.ops.lora_backends_vllm.linear(x, weight, bias, stack)
+        y: torch.Tensor = torch.ops.lora_backends_vllm.linear(x, weight.t(), bias, stack)
         return y
-    return _linear(x, weight, bias, stack)
+    return _linear(x, weight.data.t(), bias, stack)
 
 
 def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stack: torch.Tensor
+    x: torch.Tensor, transposed: torch.Tensor, bias: torch.Tensor | None, stack: torch.Tensor
 ) -> torch.Tensor:
-    # vLLM's parameter classes serve only to load weights: torch dispatches them more slowly, and
-    # the backend takes plain tensors
-    plain, plain_bias = weight.data, None if bias is None else bias.data
     rows = x if x.ndim == 2 else x.flatten(0, -2)  # as Transformers' models pass them
-    layer = find(stack)
-    y = _run_with_base(layer, rows, plain, plain_bias) if is_capturing(x.device) else None
+    layer, bias = find(stack), None if bias is None else bias.data
+    y = _run_with_base(layer, rows, transposed, bias) if is_capturing(x.device) else None
     if y is None:
-        y = torch.nn.functional.linear(rows, plain, plain_bias)
+        # what `linear` ends in, after a dispatch of four operators
+        y = torch.mm(rows, transposed) if bias is None else torch.addmm(bias, rows, transposed)
         _run_layer(layer, y, rows, LINEAR)
-        _prepare(layer, rows, plain, plain_bias)
+        _prepare(layer, rows, transposed, bias)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _run_with_base(
-    layer: AdoptedLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    layer: AdoptedLayer, x: torch.Tensor, transposed: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
     plans = layer.wrapper.tokens
     if plans.is_idle:
         return None
-    plan = plans.of(x.shape[0])
+    plan, weight = plans.of(x.shape[0]), transposed.t()
     y: torch.Tensor | None = plans.backend.run_with_base(x, weight, bias, layer.weights, plan)
     return y
 
 
 def _prepare(
-    layer: AdoptedLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    layer: AdoptedLayer, x: torch.Tensor, transposed: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
     """Compile the kernels for a graph of these rows; a later capture cannot compile."""
     plans, rows = layer.wrapper.tokens, x.shape[0]
+    if rows > getattr(plans.backend, "most_base_rows", rows):
+        return  # prefills: vLLM's list of captured sizes takes microseconds to search
     if not plans.may_be_captured(rows) or is_capturing(x.device) or plans.is_idle:
         return
     key = rows, getattr(plans.of(rows), "active_slots", 0)  # kernels depend on both
     if key not in layer.prepared:
         layer.prepared.add(key)
-        _run_with_base(layer, x, weight, bias)
+        _run_with_base(layer, x, transposed, bias)
 
 
 # vLLM compiles one program for many layers and drops guards, so tracing must meet neither Python
@@ -252,12 +254,12 @@ _LIBRARY.define(
 _LIBRARY.impl("run", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::run", lambda *_: None, lib=_LIBRARY)
 _LIBRARY.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor stack) -> Tensor",
+    "linear(Tensor x, Tensor transposed, Tensor? bias, Tensor stack) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake(
     f"{NAMESPACE}::linear",
-    lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    lambda x, transposed, *_: x.new_empty((*x.shape[:-1], transposed.shape[1])),
     lib=_LIBRARY,
 )
