@@ -97,11 +97,16 @@ class Plans:
                 self.set_every(every)
             self._is_announced = was_announced
 
-    def set_slots(self, slots: Sequence[int]) -> None:
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slot of each row of the batch, or `NO_ADAPTER`."""
+        return tuple(self._batch.token_slots.tolist())
+
+    def set_slots(self, slots: Sequence[int] | torch.Tensor) -> None:
         """Take the batch that the next calls run on: one slot, or `NO_ADAPTER`, per row."""
         self._every: int | None = None
-        self._is_idle = all(slot == NO_ADAPTER for slot in slots)
         self._take(slots)
+        self._is_idle = bool((self._batch.token_slots == NO_ADAPTER).all())
 
     def set_every(self, slot: int) -> None:
         """Take batches of any number of rows, all of one slot, or `NO_ADAPTER`."""
@@ -109,8 +114,7 @@ class Plans:
         self._is_idle = slot == NO_ADAPTER
         self._take([slot])
 
-    def _take(self, slots: Sequence[int]) -> None:
-        self.slots = tuple(slots)
+    def _take(self, slots: Sequence[int] | torch.Tensor) -> None:
         self._batch = LoRABatch(slots, self.num_slots)
         self.num_rows = self._batch.num_tokens
         self._is_announced = True

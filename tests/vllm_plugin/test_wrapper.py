@@ -128,6 +128,32 @@ def test_a_batch_of_other_rows_than_announced_is_refused(wrapper, x):
         assert torch.equal(y, torch.ones_like(y))
 
 
+@pytest.mark.parametrize(
+    "ids",
+    [[7] * 300 + [0] * 200 + [5] * 150, [0] * 400, (IDS * 200)[:700], [7, *IDS, *[7] * 600]],
+    ids=["runs", "none", "mixed", "long and short runs"],
+)
+def test_index_tensors_of_prefills_are_those_of_vllm(wrapper, ids):
+    """All tensors of vLLM's wrapper are compared: a version may add one."""
+    made = []
+    for _ in range(2):
+        each = type(wrapper)(1000, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+        for tensor in vars(each).values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.fill_(-9)
+        made.append(each)
+    ours, vllms = made
+    ours.update_metadata(mapping(ids, ids[::50]), INDEX_TO_ID, SLOTS + 1, 100)
+    vllms._update_base_metadata(mapping(ids, ids[::50]), INDEX_TO_ID, SLOTS + 1, 100)
+    assert ours.indices_len == vllms.indices_len
+    for name, tensor in vars(vllms).items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(vars(ours)[name], tensor), name
+    slots = [INDEX_TO_ID.index(id_) if id_ else -1 for id_ in ids]
+    assert list(ours.tokens.slots) == slots and list(ours.sampled.slots) == slots[::50]
+    assert ours.tokens.is_idle == (not any(ids))
+
+
 def test_each_batch_replaces_the_last_one(wrapper, x):
     module = make_module(wrapper)
     for ids in (IDS[::-1], [0] * len(IDS), [9] * len(IDS), IDS):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
@@ -31,6 +33,9 @@ from lora_backends.integrations.vllm.adapters import follow as adapters
 from lora_backends.integrations.vllm.adapters import invocations
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.selection.choice import get_backend
+
+SHORT = 256
+"""Rows below which lists take less time than operators of torch."""
 
 NEEDED = frozenset({features.CAPACITY, features.SLICE_TENSORS})
 """Features that a backend must have: vLLM pads x without telling, and keeps a tensor per slice."""
@@ -112,21 +117,48 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         **kwargs: Any,
     ) -> None:
         """Take the next batch: an adapter id per token and per sampled row, on the host."""
-        # index tensors that layers of vLLM read by themselves
-        self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+        tokens, sampled = _Runs.of(mapping.index_mapping), _Runs.of(mapping.prompt_mapping)
+        self._write_indices(tokens, mapping, lora_index_to_id, max_loras, vocab_size)
         self.is_prefill = mapping.is_prefill
         slot_of = {id_: slot for slot, id_ in enumerate(lora_index_to_id) if id_ is not None}
-        for plans, ids in (
-            (self.tokens, mapping.index_mapping),
-            (self.sampled, mapping.prompt_mapping),
-        ):
-            plans.set_slots([slot_of[id_] if id_ > 0 else NO_ADAPTER for id_ in ids])
+        for plans, runs in (self.tokens, tokens), (self.sampled, sampled):
+            slots = [slot_of[id_] if id_ > 0 else NO_ADAPTER for id_ in runs.ids]
+            plans.set_slots(runs.repeat(slots))
         part = inputs.part_of(mapping)
         if part:
             inputs.announce(part, self.tokens, self.sampled.slots)
         self._announced = (mapping, lora_index_to_id, max_loras, vocab_size), kwargs
         if self._own is not None:
             self._own.update_metadata(*self._announced[0], **kwargs)
+
+    def _write_indices(
+        self,
+        runs: _Runs,
+        mapping: Any,
+        lora_index_to_id: list[int | None],
+        max_loras: int,
+        vocab_size: int,
+    ) -> None:
+        """Write the index tensors that layers of vLLM read by themselves.
+
+        vLLM computes them token by token in Python, milliseconds for a prefill of thousands. So it
+        gets one token of each run, and the result is repeated.
+        """
+        more = lora_index_to_id, max_loras, vocab_size
+        rows, count = len(mapping.index_mapping), len(runs.ids)
+        if runs.lengths is None or rows < 4 * count:
+            self._update_base_metadata(mapping, *more)
+            return
+        self._update_base_metadata(replace(mapping, index_mapping=tuple(runs.ids)), *more)
+        lengths = runs.lengths
+        if (
+            self.tokens.backend.device.type == "cuda"
+        ):  # from other memory the copy would wait for the GPU
+            lengths = lengths.pin_memory().to(self.device, non_blocking=True)
+        for tensor in (self._token_lora_indices, self._embeddings_indices):
+            firsts = tensor[..., :count]
+            tensor[..., :rows] = firsts.repeat_interleave(lengths, -1, output_size=rows)
+        self.indices_len[0] = self.indices_len[3] = rows  # of these two tensors
 
     def add_lora_linear(
         self,
@@ -312,6 +344,27 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         if own is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(own, name)
+
+
+class _Runs(NamedTuple):
+    """Ids of rows; those of many rows are shortened to runs of equal ones."""
+
+    ids: Sequence[int]
+    lengths: torch.Tensor | None  # [runs] int64, on the CPU; None: each is one row
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> _Runs:
+        if len(ids) < SHORT:
+            return cls(ids, None)
+        rows = torch.from_numpy(np.fromiter(ids, np.int64, len(ids)))
+        values, lengths = torch.unique_consecutive(rows, return_counts=True)
+        return cls(values.tolist(), lengths)
+
+    def repeat(self, values: list[int]) -> torch.Tensor | list[int]:
+        """Return the value of each row from that of each id."""
+        if self.lengths is None:
+            return values
+        return torch.tensor(values).repeat_interleave(self.lengths)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
