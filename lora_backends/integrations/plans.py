@@ -104,19 +104,21 @@ class Plans:
 
     def set_slots(self, slots: Sequence[int] | torch.Tensor) -> None:
         """Take the batch that the next calls run on: one slot, or `NO_ADAPTER`, per row."""
+        batch = LoRABatch(slots, self.num_slots)
         self._every: int | None = None
-        self._take(slots)
-        self._is_idle = bool((self._batch.token_slots == NO_ADAPTER).all())
+        self._is_idle = bool((batch.token_slots == NO_ADAPTER).all())
+        self._take(batch)
 
     def set_every(self, slot: int) -> None:
         """Take batches of any number of rows, all of one slot, or `NO_ADAPTER`."""
+        batch = LoRABatch([slot], self.num_slots)
         self._every = slot
         self._is_idle = slot == NO_ADAPTER
-        self._take([slot])
+        self._take(batch)
 
-    def _take(self, slots: Sequence[int] | torch.Tensor) -> None:
-        self._batch = LoRABatch(slots, self.num_slots)
-        self.num_rows = self._batch.num_tokens
+    def _take(self, batch: LoRABatch) -> None:
+        self._batch = batch
+        self.num_rows = batch.num_tokens
         self._is_announced = True
         for room in self._rooms:
             room.is_current = False
@@ -169,7 +171,7 @@ class Plans:
             UnsupportedInputError: a CUDA graph captures what cannot be captured.
         """
         if self._every is not None and rows != self.num_rows:
-            self._take([self._every] * rows)
+            self._take(LoRABatch([self._every] * rows, self.num_slots))
             if rows > self._rooms[-1].capacity:  # an encoder may pad its rows
                 self._rooms.append(_Room(rows))
         if self._grows and rows > self._rooms[-1].capacity:

@@ -80,7 +80,7 @@ def fuse(wrapper, monkeypatch):
     """Return a function that fuses a layer, and what ran in which order."""
     from lora_backends.integrations.vllm import operation
 
-    order, backend = [], wrapper.tokens.backend
+    order, addresses, backend = [], [], wrapper.tokens.backend
     linear = torch.nn.functional.linear
 
     def noted(product):
@@ -93,6 +93,7 @@ def fuse(wrapper, monkeypatch):
 
     def run_with_base(x, weight, bias, weights, plan):
         assert {type(weight), type(bias)} <= {torch.Tensor, type(None)}, "it takes plain tensors"
+        assert weight.data_ptr() in addresses and weight.is_contiguous(), "a copy of the weight"
         order.append("both")
         y = linear(x, weight, bias)
         backend.run_linear(x, weights, plan, y)
@@ -107,6 +108,7 @@ def fuse(wrapper, monkeypatch):
     def fused(method):
         weight = torch.randn(sum(SLICES), WIDTH, generator=torch.Generator().manual_seed(3))
         weight = ModelWeightParameter(weight, requires_grad=False)
+        addresses.append(weight.data_ptr())
         base_layer = SimpleNamespace(weight=weight, quant_method=method)
         module = make_module(wrapper, base_layer=base_layer)
         module._apply_sync = vllm_adds(module)

@@ -131,6 +131,19 @@ def test_batches_of_one_slot_have_as_many_rows_as_x(capturing):
     assert plans.of(4).refills[-1] == [0, 1, -1]
 
 
+def test_a_refused_batch_leaves_the_last_one(capturing):
+    plans = Plans(Recorder(), num_slots=2, capacity=20)
+    plans.set_every(1)
+    for refused in ([2], torch.tensor([-1, 2])):
+        with pytest.raises(InvalidInputError, match="a slot that does not exist"):
+            plans.set_slots(refused)
+    with pytest.raises(InvalidInputError, match="a slot that does not exist"):
+        plans.set_every(2)
+    assert plans.of(3).refills[-1] == [1] * 3 and not plans.is_idle
+    plans.set_slots(torch.tensor([-1, 0]))
+    assert plans.slots == (-1, 0) and not plans.is_idle
+
+
 def test_captured_plans_are_refilled_at_once_and_others_when_used(capturing):
     plans = Plans(Recorder(), num_slots=2, capacity=64)
     plans.set_slots([1] * 5)

@@ -211,7 +211,7 @@ def _linear(
     layer, bias = find(stack), None if bias is None else bias.data
     y = _run_with_base(layer, rows, transposed, bias) if is_capturing(x.device) else None
     if y is None:
-        # what `linear` ends in, after a dispatch of four operators
+        # `linear` would dispatch three more operators and end in the same one
         y = torch.mm(rows, transposed) if bias is None else torch.addmm(bias, rows, transposed)
         _run_layer(layer, y, rows, LINEAR)
         _prepare(layer, rows, transposed, bias)

@@ -141,8 +141,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     ) -> None:
         """Write the index tensors that layers of vLLM read by themselves.
 
-        vLLM computes them token by token in Python, milliseconds for a prefill of thousands. So it
-        gets one token of each run, and the result is repeated.
+        vLLM computes them token by token in Python: milliseconds for thousands of tokens. Here it
+        computes one token of each run, and the result is repeated.
         """
         more = lora_index_to_id, max_loras, vocab_size
         rows, count = len(mapping.index_mapping), len(runs.ids)
@@ -151,10 +151,9 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             return
         self._update_base_metadata(replace(mapping, index_mapping=tuple(runs.ids)), *more)
         lengths = runs.lengths
-        if (
-            self.tokens.backend.device.type == "cuda"
-        ):  # from other memory the copy would wait for the GPU
-            lengths = lengths.pin_memory().to(self.device, non_blocking=True)
+        if torch.device(self.device).type == "cuda":  # a copy from unpinned memory waits for it
+            lengths = lengths.pin_memory()
+        lengths = lengths.to(self.device, non_blocking=True)
         for tensor in (self._token_lora_indices, self._embeddings_indices):
             firsts = tensor[..., :count]
             tensor[..., :rows] = firsts.repeat_interleave(lengths, -1, output_size=rows)
@@ -364,7 +363,8 @@ class _Runs(NamedTuple):
         """Return the value of each row from that of each id."""
         if self.lengths is None:
             return values
-        return torch.tensor(values).repeat_interleave(self.lengths)
+        # beside the lengths, whatever torch's default device
+        return torch.tensor(values, device="cpu").repeat_interleave(self.lengths)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
