@@ -285,7 +285,7 @@ def _compare(
     width = max(16, power_of_two(pairs))
     sizes = RoutingSizes(
         NUM_EXPERTS=num_experts,
-        OWN=8,
+        OWN=8 if pairs <= 8 else 4,
         PROGRAMMATIC=programmatic,
         TOP_K=top_k,
         HAS_MAP=has_map,
@@ -294,8 +294,7 @@ def _compare(
         BLOCK_Q=width,
         ALONE=pairs <= 8,
     )
-    warps = 1 if width <= 32 else 4 if width <= 128 else 8
-    return _kernel(routing_kernels.compare_kernel, sizes, warps)
+    return _kernel(routing_kernels.compare_kernel, sizes, 1 if width == 16 else 4)
 
 
 @lru_cache(maxsize=1024)
