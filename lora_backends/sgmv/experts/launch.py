@@ -322,10 +322,9 @@ def _choose_tiles(pairs: PairShape, site: Site, gpu: Gpu) -> SiteTiles:
     shape = site.shape
     if site.storage.kind and site.storage.block[1] is not None:  # such products are float32
         shape = replace(shape, item_bytes=4)
-    tiles = rules.choose_tiles(pairs, shape, gpu)
     if site.storage.kind and site.storage.block[1] is None:
-        return rules.of_8_bits(tiles, pairs, shape, gpu)
-    return tiles
+        return rules.choose_tiles_of_8_bits(pairs, shape, gpu)
+    return rules.choose_tiles(pairs, shape, gpu)
 
 
 def _shrink_kernel(tiles: SiteTiles, tile: int, site: Site, options: Options) -> SpecializedKernel:

@@ -21,6 +21,7 @@ from lora_backends.sgmv.tiles.sizes import (
     padded_rank,
     parts,
     power_of_two,
+    shrink_bytes,
 )
 
 _STAGE_BYTES = 32 * 1024  # of one step of the shrink: fits on every device
@@ -36,17 +37,20 @@ _SHARING_OF_8 = {16: 2.6, 32: 1.8, 64: 1.35}
 _SHARING_OF_8_FEW = 5.0  # for 8 bits of rank 16 and fewer than _FEW_PAIRS
 _FEW_PAIRS = 100
 _SHRINK_SHARING_OF_8 = 2.0  # for the shrink of 8 bits, at rank 16
-_SHARED_OUT_TILES = 50  # from which groups of warps share out a step, where A has 16 rows in all
-_LONG_INPUT = 8192  # in_features from which they do with fewer tiles
+_LONG_INPUT = 8192  # in_features from which warps share out a step with few tiles, too
+_SHORT_INPUT = 2048  # in_features up to which a shrink pair by pair makes few planes of h
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
 _MOST_SINGLE_RANKS = 128  # up to which a pair alone is expanded without a matrix product
 _SINGLE_VALUES = 4096  # of B per program there
 _SINGLE_ROWS = 8  # of A per program of a pair alone, where tiles are few
 _SINGLE_PROGRAMS = 96  # with fewer, multiprocessors are idle
 _SINGLE_LONG_PROGRAMS = 200  # the same for ranks above 16 in 16 bits, which are more bytes
+_SINGLE_PAIRS_PROGRAMS = 512  # the same where tiles are more than few
 _MOST_SINGLE_TILES = 16  # whose shrink takes no matrix product
 _MOST_SINGLE_INPUTS = 32768  # of a shrink without a matrix product: its code has every step
 _MOST_PLANES = 32  # of h
+_MOST_EAGER = 2**21  # values of A that are read before the rank is known: 1 us in 16 bits
+_LINE = 64  # values of 16 bits in a line of memory: no step of a prefill is shorter
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,25 @@ def tile_pairs(pairs: int, keys: int) -> int:
 
 @lru_cache(maxsize=4096)
 def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTiles:
-    """Return the sizes for one site and routing on a GPU."""
+    """Return the sizes for one site and routing on a GPU, for stacks of 16 or 32 bits."""
+    tiles = _common_tiles(pairs, site, gpu)
+    if site.item_bytes == 4:
+        return tiles
+    count = gpu.as_on_h200(pairs.tiles)
+    shrink = _one_wave(tiles.shrink, tiles.shrink_rows, count, pairs, site, gpu)
+    tiles = replace(tiles, shrink=shrink, expand=_loading_ahead(tiles, count, site))
+    if padded_rank(site.max_rank) > MIN_DOT:
+        return tiles
+    by_pair = tiles.expand_rows == 1 and site.max_rank == MIN_DOT
+    if by_pair and _FEW_TILES < count <= H200.multiprocessors and site.in_features <= _SHORT_INPUT:
+        single = _shrink_single(count, site, 2 * _SINGLE_ROWS, _SINGLE_PAIRS_PROGRAMS)
+        tiles = replace(tiles, shrink=single, shrink_rows=1)
+    few_values = count * site.stacked * site.in_features <= _MOST_EAGER
+    return replace(tiles, eager_a=tiles.eager_a or few_values)
+
+
+def _common_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu) -> SiteTiles:
+    """Return the sizes that stacks of 16 and of 8 bits start from."""
     tiles = gpu.as_on_h200(pairs.tiles)
     rank_pad, few = padded_rank(site.max_rank), tiles <= _FEW_TILES
     shrink_rows = max(MIN_DOT, min(64, pairs.tile))
@@ -159,8 +181,38 @@ def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTile
     )
 
 
-def of_8_bits(tiles: SiteTiles, pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTiles:
-    """Return sizes for stacks of 8 bits with a scale per row, made from those for 16 bits."""
+def _one_wave(
+    shrink: ShrinkTiles, rows: int, tiles: int, pairs: PairShape, site: SiteShape, gpu: Gpu
+) -> ShrinkTiles:
+    """Halve the steps of a prefill's shrink if all its programs then run at once."""
+    if rows < 64 or shrink.split_k > 1 or shrink.block_k <= _LINE:
+        return shrink
+    programs = -(-site.stacked // shrink.block_n) * tiles * (pairs.tile // rows)
+    half = replace(shrink, block_k=shrink.block_k // 2)
+    at_once, of_half = (
+        H200.multiprocessors * (gpu.shared_bytes // shrink_bytes(sizes, rows, site.item_bytes))
+        for sizes in (shrink, half)
+    )
+    return half if at_once < programs <= of_half else shrink
+
+
+def _loading_ahead(chosen: SiteTiles, tiles: int, site: SiteShape) -> ExpandTiles:
+    """Return the expand; at rank 16 and many columns a program loads a block while it adds one."""
+    expand, block_c = chosen.expand, _SINGLE_VALUES // MIN_DOT
+    if padded_rank(site.max_rank) > MIN_DOT or site.general:
+        return expand
+    if chosen.expand_rows == 1 and expand.block_c > block_c:
+        if tiles * site.out_features > 8 * H200.multiprocessors * block_c:
+            return replace(expand, block_c=block_c, chunks=parts(site.widest, block_c, 2))
+    elif chosen.expand_rows == MIN_DOT and expand.chunks > 1:
+        if site.out_features >= _WIDE_OUTPUT:
+            return replace(expand, block_c=block_c, chunks=chunks_of(site.widest, block_c, 4))
+    return expand
+
+
+def choose_tiles_of_8_bits(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTiles:
+    """Return the sizes for stacks of 8 bits with a scale per row."""
+    tiles = _common_tiles(pairs, site, gpu)
     if site.item_bytes == 4:
         return tiles
     count = gpu.as_on_h200(pairs.tiles)
@@ -229,8 +281,9 @@ def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkT
     blocks = -(-site.stacked // block_n) * tiles * parts_of_tile
     many = blocks >= (2 * H200.multiprocessors if block_n <= 32 else _MANY_TILES)
     most = 1 if many else min(planes, programs // blocks)
-    shared_out = tiles >= _SHARED_OUT_TILES or site.in_features >= _LONG_INPUT
-    if block_n == 16 and rows == MIN_DOT and tiles > _FEW_TILES and shared_out:
+    # groups of warps share out a step
+    shared_out = tiles > _FEW_TILES or site.in_features >= _LONG_INPUT
+    if stacked == 16 and rows == MIN_DOT and shared_out:
         return ShrinkTiles(16, 256, parts(site.in_features, 256, most), warps_k=4, num_stages=4)
     split_k = parts(site.in_features, 128, most)
     block_k = 128 if rows < 64 or block_n < 64 else 64

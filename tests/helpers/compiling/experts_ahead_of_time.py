@@ -33,7 +33,7 @@ ODD = (3, 130, 77, (33, 7, 1), False)
 CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
     "bf16": [
         ((8, 8, 16), GATE_UP, 8, False),
-        ((512, 400, 16), GATE_UP, 8, False),
+        ((512, 400, 16), (2, 16, 2048, (1024, 1024), False), 8, False),  # two blocks a program
         ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
         ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
         ((1024, 128, 16), GPT, 4, False),

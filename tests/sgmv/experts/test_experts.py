@@ -27,7 +27,10 @@ kit = importlib.import_module("lora_backends.testing.properties.experts")
 
 SLOTS, EXPERTS, TOP_K = 3, 4, 2
 QWEN = SiteShape(2, 16, 2048, 1536, 768, 2, False)
+DOWN = SiteShape(1, 16, 768, 2048, 2048, 2, False)
 WIDE = SiteShape(1, 64, 14336, 4096, 4096, 2, False)
+LONG = dataclasses.replace(WIDE, max_rank=16)
+WIDE_UP = SiteShape(2, 16, 4096, 28672, 14336, 2, False)
 ODD = SiteShape(3, 130, 77, 41, 33, 4, True)
 
 
@@ -143,6 +146,23 @@ def test_a_shrink_of_tiles_feeds_an_expand_of_pairs(
     chosen = CASES[name]
     kit.check_experts(backend, chosen, chosen.build(backend.device))
     assert set(launched) == {(16, 1)}
+
+
+@pytest.mark.parametrize("name", ["plain", "summed", "float16"])
+def test_a_pair_alone_may_have_several_blocks_of_columns(backend, cut, monkeypatch, name):
+    """And a shrink that knows the rank before it reads A."""
+    cut(1)
+    original = rules.choose_tiles.__wrapped__
+
+    def choose(*given):
+        tiles = original(*given)
+        assert tiles.shrink_rows == tiles.expand_rows == 1
+        expand = dataclasses.replace(tiles.expand, block_c=16, chunks=2)
+        return dataclasses.replace(tiles, expand=expand, eager_a=False)
+
+    monkeypatch.setattr(rules, "choose_tiles", choose)
+    chosen = CASES[name]
+    kit.check_experts(backend, chosen, chosen.build(backend.device))
 
 
 @pytest.mark.parametrize("tile", [1, 16])
@@ -305,6 +325,61 @@ def test_sizes_are_fixed_for_a_batch_invariant_engine(make):
     assert shapes == {PairShape(256, 64, 16)}
 
 
+@pytest.mark.parametrize(
+    ("pairs", "site", "rows"),
+    [
+        ((128, 82, 16), QWEN, 1),
+        ((512, 413, 16), QWEN, 16),  # enough tiles to hide the loads
+        ((64, 28, 16), QWEN, 16),  # pairs share their experts
+        ((56, 28, 16), WIDE_UP, 16),  # too many planes of h
+        ((128, 82, 16), dataclasses.replace(QWEN, max_rank=12), 16),
+    ],
+)
+def test_few_tiles_of_short_inputs_are_shrunk_pair_by_pair(pairs, site, rows):
+    assert rules.choose_tiles(PairShape(*pairs), site).shrink_rows == rows
+
+
+@pytest.mark.parametrize(
+    ("pairs", "site", "blocks"),
+    [
+        ((512, 413, 16), DOWN, (256, 2)),
+        ((512, 413, 16), QWEN, (256, 1)),  # 3 blocks: two programs of 2 would waste a fourth
+        ((128, 82, 16), DOWN, (512, 1)),  # too few programs
+        ((128, 58, 16), WIDE_UP, (256, 4)),
+        ((512, 252, 16), DOWN, (128, 4)),
+    ],
+)
+def test_many_columns_are_expanded_in_blocks_that_load_ahead(pairs, site, blocks):
+    expand = rules.choose_tiles(PairShape(*pairs), site).expand
+    assert (expand.block_c, expand.chunks) == blocks
+    of_8_bits = rules.choose_tiles_of_8_bits(PairShape(512, 413, 16), site).expand
+    assert of_8_bits.chunks == 1 and of_8_bits.block_c == 512, "half as many bytes a block"
+
+
+@pytest.mark.parametrize(
+    ("tiles", "block_k"), [(120, 128), (144, 64), (320, 64), (340, 128), (2000, 128)]
+)
+def test_steps_of_a_prefill_are_halved_where_all_programs_then_run_at_once(tiles, block_k):
+    pairs = PairShape((tiles - 1) * 128, 2, 128)
+    assert pairs.tiles == tiles
+    assert rules.choose_tiles(pairs, DOWN).shrink.block_k == block_k
+    assert rules.choose_tiles_of_8_bits(pairs, DOWN).shrink.block_k == 128, "steps of as many bytes"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "site", "shared_out", "eager"),
+    [
+        ((64, 28, 16), dataclasses.replace(DOWN, in_features=2880), True, True),
+        ((32, 8, 16), LONG, True, True),
+        ((32, 8, 16), dataclasses.replace(LONG, in_features=4096), False, True),
+        ((512, 168, 16), dataclasses.replace(DOWN, in_features=2880), True, False),
+    ],
+)
+def test_shrinks_of_few_tiles_wait_for_fewer_loads(pairs, site, shared_out, eager):
+    tiles = rules.choose_tiles(PairShape(*pairs), site)
+    assert (tiles.shrink.warps_k > 1, tiles.eager_a) == (shared_out, eager)
+
+
 @pytest.mark.parametrize("site", [QWEN, WIDE, ODD])
 @pytest.mark.parametrize("keys", [2, 8, 100])
 def test_a_gpu_of_half_the_size_takes_the_sizes_for_twice_the_tiles(site, keys):
@@ -312,8 +387,8 @@ def test_a_gpu_of_half_the_size_takes_the_sizes_for_twice_the_tiles(site, keys):
     small, large = PairShape(keys, keys, 16), PairShape(2 * keys, 2 * keys, 16)
     tiles = rules.choose_tiles(small, site, half), rules.choose_tiles(large, site)
     assert tiles[0] == tiles[1]
-    narrow = [rules.of_8_bits(tiles[0], small, site, half), rules.of_8_bits(tiles[1], large, site)]
-    assert narrow[0] == narrow[1]
+    of_8_bits = rules.choose_tiles_of_8_bits
+    assert of_8_bits(small, site, half) == of_8_bits(large, site)
 
 
 @pytest.mark.parametrize("site", [QWEN, WIDE, ODD])
@@ -324,9 +399,9 @@ def test_a_gpu_of_half_the_size_takes_the_sizes_for_twice_the_tiles(site, keys):
 @pytest.mark.parametrize("gpu", [H200, Gpu(58, 99 << 10), Gpu(304, 64 << 10)])
 def test_sizes_fit_the_devices_and_the_kernels(site, tile, each, keys, a_bytes, gpu):
     pairs = PairShape(int(keys * each * tile // 16), keys, tile)
-    tiles = rules.choose_tiles(pairs, site, gpu)
+    choose = rules.choose_tiles_of_8_bits if a_bytes else rules.choose_tiles
+    tiles = choose(pairs, site, gpu)
     if a_bytes:
-        tiles = rules.of_8_bits(tiles, pairs, site, gpu)
         assert tiles.expand.num_stages == 1 or site.item_bytes == 4
     item_bytes = a_bytes if a_bytes and site.item_bytes == 2 else site.item_bytes
     shrink, expand = tiles.shrink, tiles.expand
