@@ -64,8 +64,9 @@ DOT_AHEAD = 4096
 distance took 1.03 to 1.15 times as long."""
 
 DOT_CHUNK = 2048
-"""Inputs per chunk in a shrink of int8 by bfloat16, a multiple of 32. 8 rows of x take 32 KiB,
-which stay in the first-level cache of the AMD EPYC while A is read."""
+"""Inputs per chunk in a shrink of int8 by bfloat16, a multiple of 64; half as many where they are
+multiplied as float32. 8 rows of x take 32 KiB, which stay in the first-level cache of the AMD EPYC
+while A is read."""
 
 EXPAND_AHEAD = 8192
 """Prefetch distance in B, in bytes; each vector of columns issues four prefetches. On the AMD EPYC,

@@ -23,7 +23,7 @@ from lora_backends.numba_cpu.kernels import (
 )
 from lora_backends.numba_cpu.layer import Ints
 from lora_backends.numba_cpu.machine import vectors as v
-from lora_backends.numba_cpu.machine.cpu import has_bfloat16
+from lora_backends.numba_cpu.machine.cpu import has_bfloat16, has_fast_pairs
 from lora_backends.numba_cpu.needs import (
     BIAS,
     EXPAND,
@@ -83,7 +83,8 @@ def eight_bit_table(dtype_x: torch.dtype, dtype_y: torch.dtype, needs: int) -> T
     addresses, wide = {}, torch.float32
     in_registers = needs & IN_REGISTERS
     if needs & SHRINK and in_registers and dtype_x is torch.bfloat16 and has_bfloat16():
-        addresses["shrink_dots"] = address_of(eight_bit_shrink.shrink_dots)
+        products = torch.bfloat16 if has_fast_pairs() else wide
+        addresses["shrink_dots"] = address_of(eight_bit_shrink.shrink_dots, products)
     elif needs & SHRINK:
         if in_registers:
             addresses["copy_x"] = address_of(eight_bit_shrink.copy_x)

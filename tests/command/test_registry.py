@@ -504,3 +504,27 @@ def test_a_feature_that_is_taken_back_is_not_asked_for(taken, monkeypatch):
     monkeypatch.setattr(binding, "llvm_version_info", (20, 0, 0))
     monkeypatch.setattr(config, "CPU_FEATURES", f"-avx,+f16c,+avx512bf16,{taken}")
     assert has_bfloat16() == (taken in ("", "-sha"))
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "fast"),
+    [
+        ("znver4", "+avx512bf16", True),
+        ("znver4", "+avx512f", False),
+        ("sapphirerapids", "+avx512bf16,+avx512fp16", False),
+    ],
+)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX-512 is a feature of x86")
+def test_only_amd_multiplies_pairs_of_bfloat16_fast(cpu, features, fast, monkeypatch):
+    from llvmlite import binding
+    from numba.core import config
+
+    from lora_backends.numba_cpu.machine.cpu import has_fast_pairs
+
+    monkeypatch.setattr(binding, "llvm_version_info", (20, 0, 0))
+    monkeypatch.setattr(config, "CPU_FEATURES", features)
+    monkeypatch.setattr(config, "CPU_NAME", cpu)
+    assert has_fast_pairs() == fast
+    monkeypatch.setattr(config, "CPU_NAME", None)
+    monkeypatch.setattr(binding, "get_host_cpu_name", lambda: cpu)
+    assert has_fast_pairs() == fast

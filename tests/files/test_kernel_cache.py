@@ -51,7 +51,7 @@ ENTRIES = {
     "eight bits": (eight_bit, eight_bit.entry),
     "eight bits, gather": (eight_bit_shrink, eight_bit_shrink.gather),
     "shrink_panel": (eight_bit_shrink, eight_bit_shrink.shrink_panel),
-    "shrink_dots": (eight_bit_shrink, eight_bit_shrink.shrink_dots),
+    "shrink_dots": (eight_bit_shrink, lambda: eight_bit_shrink.shrink_dots(v.FLOAT32)),
     "copy_x": (eight_bit_shrink, eight_bit_shrink.copy_x),
     "expand_int8": (eight_bit_expand, lambda: eight_bit_expand.expand_int8(0)),
     "expand_stored": (eight_bit_expand, eight_bit_expand.expand_stored),

@@ -43,13 +43,13 @@ def square_of(kind, source, target):
 @njit
 def to_bfloat16(source, target):
     for i in range(8):
-        v.store_all(target + 64 * i, 64, v.load_bfloat16(v.INT8, (source,), 32 * i))
+        v.store_all(target + 64 * i, 64, v.load_wide(v.INT8, (source,), 32 * i, (0,)))
 
 
 @njit
-def add_pairs(a_rows, x_rows, sums):
-    a, x = v.load_bfloat16(v.BFLOAT16, a_rows, 0), v.load_bfloat16(v.BFLOAT16, x_rows, 0)
-    v.store_all(sums, 64, v.add_dots(v.load_all(sums, (0, 0, 0, 0)), a, x))
+def add_wide(a_rows, x_rows, sums, like):
+    a, x = v.load_wide(v.BFLOAT16, a_rows, 0, like), v.load_wide(v.BFLOAT16, x_rows, 0, like)
+    v.store_all(sums, 64, v.add_wide(v.load_all(sums, (0, 0, 0, 0)), a, x, like))
 
 
 def eight_bit(stored, block, extras=False, spread=False):
@@ -152,13 +152,14 @@ def test_rows_of_rank_16_give_the_same_with_and_without_gaps(dtype):
     agree(found, expected.double())
 
 
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("way", ["stored", "float32", "pairs"])
 @pytest.mark.parametrize("inputs", [LANES, 2 * DOT_CHUNK, 2 * DOT_CHUNK + 77])
-def test_every_product_of_int8_and_bfloat16_is_summed_once(inputs, pairs, monkeypatch):
+def test_every_product_of_int8_and_bfloat16_is_summed_once(inputs, way, monkeypatch):
     """In chunks of wide inputs, in panels of high ranks, by either instruction: exact integers."""
-    if pairs and not has_bfloat16():
+    if way == "pairs" and not has_bfloat16():
         pytest.skip("this CPU multiplies no pairs of bfloat16")
-    monkeypatch.setattr(routines, "has_bfloat16", lambda: pairs)
+    monkeypatch.setattr(routines, "has_bfloat16", lambda: way != "stored")
+    monkeypatch.setattr(routines, "has_fast_pairs", lambda: way == "pairs")
     monkeypatch.setattr(launch, "eight_bit_table", routines.eight_bit_table.__wrapped__)
     monkeypatch.setattr(launch, "eight_bit_kernel", launch.eight_bit_kernel.__wrapped__)
     rank, tokens, make = LONG_PANEL + 3, LONG_SEGMENT + 7, torch.Generator().manual_seed(5)
@@ -193,7 +194,7 @@ def test_what_one_8_bit_dtype_has_compiled_serves_the_others():
 def test_every_pattern_of_int8_is_exact_in_bfloat16():
     values = torch.arange(-128, 128).to(torch.int8)
     for start in range(0, 256, 32):
-        (twin,) = plain.load_bfloat16(v.INT8, (values[start:].data_ptr(),), 0)
+        (twin,) = plain.load_wide(v.INT8, (values[start:].data_ptr(),), 0, (0,))
         assert torch.equal(
             torch.from_numpy(twin).view(torch.bfloat16).int(), values[start:][:32].int()
         )
@@ -204,18 +205,22 @@ def test_every_pattern_of_int8_is_exact_in_bfloat16():
     assert torch.equal(narrow.int(), values.int())
 
 
-@pytest.mark.skipif(not has_bfloat16(), reason="this CPU multiplies no pairs of bfloat16")
-def test_pairs_of_bfloat16_are_summed_lane_by_lane():
+@pytest.mark.parametrize("like", [(0,), (0, 0)], ids=["pairs", "float32"])
+def test_products_of_32_elements_are_summed_lane_by_lane(like):
+    if len(like) == 1 and not has_bfloat16():
+        pytest.skip("this CPU multiplies no pairs of bfloat16")
     make = torch.Generator().manual_seed(1)
     a, x = (torch.randint(-9, 10, (2, 32), generator=make).bfloat16() for _ in range(2))
     sums = torch.arange(64.0).view(4, 16)
-    products = (x.float()[:, None] * a.float()).view(4, 16, 2).sum(-1)
+    products = (x.float()[:, None] * a.float()).view(4, 32)
+    # neighbours share a lane, or the elements of the two halves
+    products = products.view(4, 16, 2).sum(2) if len(like) == 1 else products.view(4, 2, 16).sum(1)
     rows = ((a.data_ptr(), a.data_ptr() + 64), (x.data_ptr(), x.data_ptr() + 64))
-    vectors = [plain.load_bfloat16(v.BFLOAT16, row, 0) for row in rows]
-    twins = plain.add_dots(tuple(sums.numpy()), *vectors)
+    vectors = [plain.load_wide(v.BFLOAT16, row, 0, like) for row in rows]
+    twins = plain.add_wide(tuple(sums.numpy()), *vectors, like)
     assert torch.equal(torch.stack([torch.from_numpy(twin) for twin in twins]), sums + products)
     expected = sums + products
-    add_pairs(*rows, sums.data_ptr())
+    add_wide(*rows, sums.data_ptr(), like)
     assert torch.equal(sums, expected)
 
 

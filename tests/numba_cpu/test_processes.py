@@ -1,6 +1,7 @@
 """What needs a process of its own: numba switched off, and where compiled kernels are kept."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,11 +54,17 @@ print(backend.run_experts(torch.ones(1, 3), weights, routing, reduce=True).tolis
 INSTRUCTIONS = """
 from llvmlite import binding
 from lora_backends.numba_cpu.kernels import eight_bit_shrink
-code = binding.parse_assembly(eight_bit_shrink.shrink_dots().inspect_llvm())
+from lora_backends.numba_cpu.machine.cpu import has_fast_pairs
+from lora_backends.numba_cpu.machine.vectors import BFLOAT16, FLOAT32
+made = eight_bit_shrink.shrink_dots(KIND)
+code = binding.parse_assembly(made.inspect_llvm())
 target = binding.Target.from_triple(binding.get_process_triple())
 print(target.create_target_machine(cpu="sapphirerapids", opt=3).emit_assembly(code))
 """
 """The CPU need not be one of these: the code is compiled, not run."""
+
+FEATURES = "+f16c,+fma,+avx,+avx2,+avx512f,+avx512bw,+avx512vl,+avx512bf16,+avx512fp16"
+SAPPHIRE_RAPIDS = {"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": FEATURES}
 
 
 def python(code, folder, **settings):
@@ -113,9 +120,18 @@ def test_a_package_folder_that_cannot_be_written_still_works(tmp_path, home):
 
 @pytest.mark.skipif(not is_x86(), reason="LLVM does not compile for x86 here")
 def test_int8_becomes_bfloat16_by_whole_vectors_where_vectors_of_float16_exist(tmp_path):
-    features = "+f16c,+fma,+avx,+avx2,+avx512f,+avx512bw,+avx512vl,+avx512bf16,+avx512fp16"
-    settings = {"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": features}
-    settings["NUMBA_CACHE_DIR"] = str(tmp_path)
-    instructions = python(INSTRUCTIONS, PACKAGE.parent, **settings)
+    settings = SAPPHIRE_RAPIDS | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    instructions = python(INSTRUCTIONS.replace("KIND", "BFLOAT16"), PACKAGE.parent, **settings)
     assert "vdpbf16ps" in instructions
     assert "vpextrw" not in instructions  # an element at a time
+
+
+@pytest.mark.skipif(not is_x86(), reason="LLVM does not compile for x86 here")
+def test_int8_is_widened_once_for_8_tokens_and_multiplied_as_float32_on_intel(tmp_path):
+    settings = SAPPHIRE_RAPIDS | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    code = INSTRUCTIONS.replace("KIND", "BFLOAT16 if has_fast_pairs() else FLOAT32")
+    instructions = python(code, PACKAGE.parent, **settings)
+    assert "vdpbf16ps" not in instructions
+    loops = [part for part in re.split(r"\n\.L\w+:", instructions) if "vcvtdq2ps" in part]
+    counts = {(loop.count("vfmadd231ps"), loop.count("vcvtdq2ps")) for loop in loops}
+    assert (32, 4) in counts  # 2 rows of 32 elements by 8 tokens

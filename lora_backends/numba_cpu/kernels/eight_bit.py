@@ -2,8 +2,9 @@
 
 int8 with a scale per row is widened in registers: A in segments below `LONG_SEGMENT` tokens, B in
 segments of any length where the layer has no output_scales. The scales of A multiply h, those of B
-the sums of a column. Where x is bfloat16 and the CPU multiplies pairs of it, int8 of A becomes
-bfloat16, for segments of any length: products are exact, and sums stay float32.
+the sums of a column. Where x is bfloat16 and the CPU has instructions for it, A is widened in
+registers for segments of any length: to bfloat16 where pairs of it are multiplied faster than
+float32, and to float32 where not. Products are exact, and sums stay float32.
 
 All else takes the way of long segments of 16 bits: rows of A and tiles of B are widened, multiplied
 by their scales and stored as float32. While one row is widened, the next is prefetched.

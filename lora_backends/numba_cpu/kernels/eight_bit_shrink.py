@@ -72,44 +72,45 @@ def gather() -> Any:
     return compiled(run)
 
 
-def shrink_dots() -> Any:
+def shrink_dots(kind: Any) -> Any:
     """Compile up to `LONG_PANEL` columns of ``h = x @ a.T`` for a of int8 and x of bfloat16.
 
-    int8 is widened to bfloat16, which the CPU multiplies in pairs.
+    Both are multiplied as `kind`, float32 or bfloat16. int8 is widened once for up to 8 tokens.
     """
+    like = (0,) * (kind.itemsize // 2)  # vectors for 32 elements
 
     def run(address):
         of, t = fields(Panel, address), 0
         # each group is multiplied by all rows of a, one chunk of the inputs after the other
         while t + 8 <= of.tokens:
-            dot_columns(two_rows, TWO, of, t, EIGHT)
+            dot_columns(like, two_rows, TWO, of, t, EIGHT)
             t += 8
         if t + 4 <= of.tokens:
-            dot_columns(four_rows, FOUR, of, t, FOUR)
+            dot_columns(like, four_rows, FOUR, of, t, FOUR)
             t += 4
         if t + 2 <= of.tokens:
-            dot_columns(four_rows, FOUR, of, t, TWO)
+            dot_columns(like, four_rows, FOUR, of, t, TWO)
             t += 2
         if t < of.tokens:
-            dot_columns(four_rows, FOUR, of, t, ONE)
+            dot_columns(like, four_rows, FOUR, of, t, ONE)
 
     return compiled(run)
 
 
 @inlined
-def dot_columns(rows_of_a, ranks, of, t, tokens):
+def dot_columns(like, rows_of_a, ranks, of, t, tokens):
     """Write columns of h, as many at a time as `ranks` has items, for some tokens from t on."""
     scratch, a_row, n, count = of.scratch, of.a_row, of.n, of.ranks
     x_rows, h_rows = v.rows(of.x, t, tokens), v.rows(of.h, t, tokens)
-    whole, step = n - n % (2 * LANES), LINE * len(tokens)
-    for chunk in range(0, max(whole, 1), DOT_CHUNK):
-        end, at = min(chunk + DOT_CHUNK, whole), scratch
+    whole, step, size = n - n % (2 * LANES), LINE * len(tokens), DOT_CHUNK // len(like)
+    for chunk in range(0, max(whole, 1), size):
+        end, at = min(chunk + size, whole), scratch
         width = end - chunk
         # in the order of use: rows whose distance is a power of two compete for few sets of the
         # cache
         for k in range(chunk, end, 2 * LANES):
-            v.store_all(at, LINE, v.load_bfloat16(v.BFLOAT16, x_rows, k))
-            at += step
+            v.store_all(at, LINE, v.load_wide(v.BFLOAT16, x_rows, k, like))
+            at += step * len(like)
         for j in range(0, count, len(ranks)):
             a_rows = rows_of_a(of.a + j * a_row, a_row, count - j)
             begun, sums = scratch + 2 * DOT_CHUNK * len(tokens) + j * step, v.zeros(ranks, tokens)
@@ -121,9 +122,10 @@ def dot_columns(rows_of_a, ranks, of, t, tokens):
             while k < end:
                 if t == 0:  # a is not in a cache yet
                     v.prefetch(a_rows, k + ahead + (to_next if k + ahead >= end else 0))
-                sums = v.add_dots(sums, v.load_bfloat16(v.INT8, a_rows, k), v.load_all(at, tokens))
+                a, x = v.load_wide(v.INT8, a_rows, k, like), v.load_all(at, v.zeros(tokens, like))
+                sums = v.add_wide(sums, a, x, like)
                 k += 2 * LANES
-                at += step
+                at += step * len(like)
             if end < whole:
                 # between chunks, sums are kept after the copy of x
                 v.store_all(begun, LINE, sums)

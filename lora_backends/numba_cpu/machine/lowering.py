@@ -151,6 +151,11 @@ def load_pair(builder: Any, kind: Any, address: Any) -> tuple[Any, Any]:
         words = load_value(builder, address, ir.VectorType(I32, LANES), 2)
         even, odd = split_bfloat16(builder, words)
         return even, odd
+    return load_halves(builder, kind, address)
+
+
+def load_halves(builder: Any, kind: Any, address: Any) -> tuple[Any, Any]:
+    """Return 32 neighbours as two vectors, the first 16 and the last 16."""
     size = LANES * size_of(kind)
     addresses = address, builder.add(address, integer(size))
     low, high = (

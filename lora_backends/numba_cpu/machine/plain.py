@@ -46,7 +46,9 @@ def load_rows(kind: Marker, rows: Addresses, first: int) -> Vectors:
     return tuple(p[:_LANES] for p in pairs) + tuple(p[_LANES:] for p in pairs)
 
 
-def load_bfloat16(kind: Marker, rows: Addresses, first: int) -> Vectors:
+def load_wide(kind: Marker, rows: Addresses, first: int, like: tuple[Any, ...]) -> Vectors:
+    if len(like) == 2:
+        return load_rows(kind, rows, first)
     wide = [_elements(kind, row + first * kind.itemsize, 2 * _LANES) for row in rows]
     return tuple((row.view(np.uint32) >> 16).astype(np.uint16).view(np.float32) for row in wide)
 
@@ -104,7 +106,9 @@ def add_products(sums: Vectors, a: Vectors, x: Vectors) -> Vectors:
     return tuple(totals)
 
 
-def add_dots(sums: Vectors, a: Vectors, x: Vectors) -> Vectors:
+def add_wide(sums: Vectors, a: Vectors, x: Vectors, like: tuple[Any, ...]) -> Vectors:
+    if len(like) == 2:
+        return add_products(sums, a, x)
     lefts, rights = ([_from_bfloat16(v.view(np.uint16)) for v in side] for side in (a, x))
     products = [left * right for right in rights for left in lefts]
     return tuple(s + p[1::2] + p[::2] for s, p in zip(sums, products, strict=True))

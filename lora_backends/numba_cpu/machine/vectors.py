@@ -72,12 +72,19 @@ def load_rows(builder: Any, kind: Any, addresses: Any, k: Any) -> Any:
     return [p[0] for p in pairs] + [p[1] for p in pairs]
 
 
-@operation(plain.load_bfloat16, lambda kind, rows, k: many(rows.count))
-def load_bfloat16(builder: Any, kind: Any, addresses: Any, k: Any) -> Any:
-    """load_bfloat16(kind, addresses, k): a vector a row, 32 bfloat16 from k on, for `add_dots`."""
+@operation(plain.load_wide, lambda kind, rows, k, like: many(rows.count * like.count))
+def load_wide(builder: Any, kind: Any, addresses: Any, k: Any, like: Any) -> Any:
+    """load_wide(kind, addresses, k, like): elements k to k + 31 of every row, for `add_wide`.
+
+    If `like` has one item, as bfloat16, a vector a row; if it has two, as float32, two vectors a
+    row in the order of memory, first ones first.
+    """
     offset = builder.mul(k, lowering.integer(lowering.size_of(kind)))
     starts = [builder.add(at, offset) for at in addresses]
-    return [lowering.load_bfloat16(builder, kind, start) for start in starts]
+    if len(like) == 1:
+        return [lowering.load_bfloat16(builder, kind, start) for start in starts]
+    pairs = [lowering.load_halves(builder, kind, start) for start in starts]
+    return [p[0] for p in pairs] + [p[1] for p in pairs]
 
 
 @operation(plain.load_some, lambda kind, rows, *rest: many(rows.count))
@@ -158,6 +165,11 @@ def add_products(builder: Any, sums: Any, a: Any, x: Any) -> Any:
 
     a and x are as `load_rows` or `load_some` returned them; sums has an item per pair of rows.
     """
+    return products(builder, sums, a, x)
+
+
+def products(builder: Any, sums: list[Any], a: list[Any], x: list[Any]) -> list[Any]:
+    """Return what `add_products` and `add_wide` do for float32."""
     repeats = math.isqrt(len(a) * len(x) // len(sums))  # vectors a row
     a_rows, x_rows = len(a) // repeats, len(x) // repeats
     pairs = [(t, j) for t in range(x_rows) for j in range(a_rows)]
@@ -171,9 +183,11 @@ def add_products(builder: Any, sums: Any, a: Any, x: Any) -> Any:
     return sums
 
 
-@operation(plain.add_dots, lambda sums, *others: sums)
-def add_dots(builder: Any, sums: Any, a: Any, x: Any) -> Any:
-    """add_dots(sums, a, x): `add_products` of what `load_bfloat16` returned, pairs of lanes."""
+@operation(plain.add_wide, lambda sums, *others: sums)
+def add_wide(builder: Any, sums: Any, a: Any, x: Any, like: Any) -> Any:
+    """add_wide(sums, a, x, like): `add_products` of what `load_wide` returned for `like`."""
+    if len(like) == 2:
+        return products(builder, sums, a, x)
     # one instruction, which reads denormal numbers as 0 and returns 0 instead of them
     pairs = [(left, right) for right in x for left in a]
     added = [
