@@ -435,6 +435,11 @@ class AdapterPool:
         """Return the paths of the modules and experts for which the adapter in `slot` has LoRA."""
         return list(self._record(slot).modules)
 
+    def rank_of(self, slot: int, module: str) -> int:
+        """Return the rank of the adapter in `slot` at a module, 0 where it has no LoRA."""
+        part = self._record(slot).modules.get(module)
+        return 0 if part is None else part.rank
+
     def bytes_of(self, slot: int) -> int:
         """Return the bytes of the adapter in `slot`: matrices, scales and modules of its own."""
         return self._record(slot).nbytes

@@ -190,7 +190,11 @@ def check_name(name: str) -> None:
 
 def _record(delta: StagedDelta) -> ModuleRecord:
     return ModuleRecord(
-        delta.nbytes, delta.error, delta.bias is not None, delta.output_scales is not None
+        delta.nbytes,
+        delta.error,
+        delta.bias is not None,
+        delta.output_scales is not None,
+        rank=delta.rank,
     )
 
 

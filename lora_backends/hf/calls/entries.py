@@ -119,6 +119,11 @@ class Choices:
         """The number of each row, or of the first token where a row has one for each."""
         return [row[0] for row in self.rows]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row has one adapter with strength 1 at most: numbers are slots."""
+        return self._table is None
+
     def batch(self, positions: torch.Tensor) -> LoRABatch:
         """Return the batch of the numbers at each position."""
         if self._table is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -58,6 +58,8 @@ class ModelCall:
         self.multiplies_bases = False  # graphs of its programs leave base products to the backend
         # The same for this pass alone: a graph captures it, or its kernels are not compiled yet.
         self.asks_backend = False
+        # Computes a linear layer with its LoRA, or returns None for `linear_with_lora` to do it.
+        self.widened: Callable[..., Tensor | None] | None = None
 
     def begin_forward(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Note the shape of the forward pass that starts, or refuse it."""

@@ -57,6 +57,10 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torc
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
+        if call.widened is not None and not is_traced:
+            y = call.widened(x, weights, plan, weight, bias)
+            if y is not None:
+                return y
         multiplies = call.multiplies_bases if is_traced else call.asks_backend
         if not (multiplies and _may_multiply(x, plan, weight, bias)):
             return add(x, weights, plan, functional.linear(x, weight, bias))

@@ -1,0 +1,125 @@
+"""A linear layer and its LoRA as one product of widened matrices, for layers with many rows.
+
+    y = [x | c_1 h | ... | c_n h] @ [W | B_1 | ... | B_n].T + bias
+
+h [tokens, rank] is the output of `run_lora_a`, and c_i the scaling of adapter i in the rows that
+have it, else 0. A denoiser has tens of thousands of rows and few inputs. There, adding LoRA to y
+means to read and write y once more, which may take as long as the base product. The widened product
+writes y once, but it reads a copy of x and of W, and multiplies by the zeros, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lora_backends.dispatch.any_axes import as_rows
+from lora_backends.weights import LoRAWeights
+
+FLOPS_PER_BYTE = 230
+"""Products of 16 bits that a GPU can compute while it moves a byte: an H100 has 700 TFLOP/s and
+3.0 TB/s."""
+
+LEAST_BYTES = 64_000_000
+"""Bytes that adding LoRA to y must move: below, more launches cost more than they save."""
+
+GAIN = 0.8
+"""The most time that a widened product may take, as a share of that of adding to y."""
+
+_MEMBER = "_member"
+"""Attribute of a plan: which adapter each token has."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_cheaper(rows: int, in_features: int, out_features: int, columns: int, itemsize: int) -> bool:
+    """Return whether a product that is `columns` wider costs less than adding to y.
+
+    >>> is_cheaper(65536, 640, 5120, 64, 2), is_cheaper(65536, 640, 640, 64, 2)
+    (True, False)
+    """
+    # each in elements: x for h; y read and written
+    added = rows * (in_features + 2 * out_features)
+    # x for h; x and W copied; the columns written and read; their product
+    widened = rows * (3 * in_features + 2 * columns) + 2 * in_features * out_features
+    widened += 2 * rows * columns * out_features // (FLOPS_PER_BYTE * itemsize)
+    return added * itemsize >= LEAST_BYTES and widened < GAIN * added
+
+
+class WidenedProducts:
+    """The widened products of one call, whose rows have one adapter with strength 1, or none.
+
+    Args:
+        engine: that computes h.
+        slots: of the adapters in the call.
+        ranks: the largest rank of these adapters, by id of a stack that the call holds.
+    """
+
+    def __init__(self, engine: Any, slots: Sequence[int], ranks: Mapping[int, int]) -> None:
+        self._engine, self._ranks = engine, ranks
+        self._slots = torch.tensor(slots, device=engine.device)
+
+    def note(self, plan: Any, token_slots: Tensor) -> None:
+        """Keep on a plan which adapter each of its tokens has."""
+        member = token_slots.to(self._engine.device)[:, None] == self._slots
+        vars(plan)[_MEMBER] = member.float()  # [tokens, adapters], 1 or 0
+
+    def run(
+        self, x: Tensor, weights: LoRAWeights, plan: Any, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """Return y [..., out_features], or None where LoRA has to be added to y.
+
+        x [..., in_features], weight [out_features, in_features] and bias [out_features] are those
+        of a linear layer.
+        """
+        (out_features, in_features), count = weight.shape, len(self._slots)
+        rows, rank = x.numel() // in_features, self._ranks.get(id(weights), 0)
+        each = -(-rank // 8) * 8  # columns of an adapter: 16 bytes, to which products are aligned
+        if not (
+            rank
+            and is_cheaper(rows, in_features, out_features, count * each, x.element_size())
+            and _is_plain(x, weights, plan, weight, bias)
+        ):
+            return None
+        # [rows, adapters]
+        factors = vars(plan)[_MEMBER] * weights.scalings[self._slots, 0]
+        flat = as_rows(x)
+        h = self._engine.run_lora_a(flat, weights, plan)[0, :, :rank]
+        wide_x, of_x = _beside(flat, count, each)
+        torch.mul(h[:, None], factors[:, :, None], out=of_x[:, :, :rank])
+        b = weights.b_of(0)[self._slots, :, :rank].transpose(0, 1)  # [out_features, adapters, rank]
+        # values beyond an adapter's own rank may be anything
+        is_own = torch.arange(rank, device=x.device) < weights.ranks[self._slots]
+        wide_w, of_w = _beside(weight, count, each)
+        of_w[:, :, :rank] = torch.where(is_own, b, 0)
+        if rank < each:
+            of_x[:, :, rank:] = of_w[:, :, rank:] = 0
+        return functional.linear(wide_x, wide_w, bias).view(*x.shape[:-1], out_features)
+
+
+def _beside(matrix: Tensor, count: int, each: int) -> tuple[Tensor, Tensor]:
+    """Return a copy with room for more columns, and these columns as [rows, count, each]."""
+    rows, columns = matrix.shape
+    wide = matrix.new_empty(rows, columns + count * each)
+    wide[:, :columns] = matrix
+    return wide, wide[:, columns:].view(rows, count, each)
+
+
+def _is_plain(
+    x: Tensor, weights: LoRAWeights, plan: Any, weight: Tensor, bias: Tensor | None
+) -> bool:
+    """Return whether the formula holds: no DoRA, LoRA bias, 8-bit stacks, autograd or autocast."""
+    terms = weights.bias, weights.output_scales, weights.a_scales, weights.b_scales
+    return (
+        all(term is None for term in terms)
+        and len(weights.output_slices) == 1
+        and all(tensor is None or type(tensor) in _PLAIN for tensor in (x, weight, bias))
+        and x.dtype == weight.dtype
+        and _MEMBER in vars(plan)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+    )

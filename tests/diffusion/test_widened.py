@@ -1,0 +1,86 @@
+"""Layers with their LoRA as one widened product equal the base product with LoRA added to it."""
+
+import pytest
+import torch
+from helpers.diffusion.diffusion_loras import BOUND, PROMPTS, tensors_of
+from helpers.diffusion.tiny_pipelines import PIPELINES, run
+
+from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights, get_backend
+from lora_backends.diffusers import MultiLoRAPipeline, calls, component, widened
+
+SLOTS = torch.tensor([2, NO_ADAPTER, 0, 2, 1, 0, NO_ADAPTER])
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Widen every product, on a CPU too."""
+    monkeypatch.setattr(widened, "is_cheaper", lambda *sizes: True)
+
+
+def layer(ranks, **terms):
+    """Return a stack of three adapters, with NaN beyond each one's rank."""
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 1, 11, 6), torch.randn(3, 10, 11)
+    for slot, rank in enumerate(ranks):
+        a[slot, :, rank:] = b[slot, :, rank:] = torch.nan
+    scalings = torch.tensor([[0.5], [2.0], [-0.7]])
+    return LoRAWeights(a, b, torch.tensor(ranks)[:, None].int(), scalings, (10,), **terms)
+
+
+def product(weights, ranks):
+    """Return the widened product and the base product with LoRA added to it."""
+    engine = get_backend("torch_ref", device="cpu")
+    plan = engine.prepare_batch(LoRABatch(SLOTS, 3))
+    x, w, bias = torch.randn(7, 6), torch.randn(10, 6), torch.randn(10)
+    products = widened.WidenedProducts(engine, [2, 0, 1], {id(weights): max(ranks)})
+    products.note(plan, SLOTS)
+    with torch.no_grad():
+        expected = engine.run_linear(x, weights, plan, torch.nn.functional.linear(x, w, bias))
+        return products.run(x[None], weights, plan, w, bias), expected
+
+
+@pytest.mark.parametrize("ranks", [(3, 11, 5), (8, 8, 2), (0, 1, 0), (0, 0, 0)])
+def test_a_widened_product_is_the_layer_with_lora(always, ranks):
+    y, expected = product(layer(ranks), ranks)
+    if not any(ranks):
+        assert y is None
+    else:
+        torch.testing.assert_close(y[0], expected)
+
+
+@pytest.mark.parametrize("term", ["bias", "output_scales"])
+def test_lora_with_other_terms_is_added(always, term):
+    ranks = (3, 11, 5)
+    assert product(layer(ranks, **{term: torch.ones(3, 10)}), ranks)[0] is None
+
+
+@pytest.mark.parametrize("entries", [["anime", None, "ink"], ["ink", "ink", "ink"]])
+def test_images_are_the_same_with_widened_products(always, monkeypatch, entries):
+    widths = []
+    real = widened.WidenedProducts.run
+
+    def counted(self, *args):
+        y = real(self, *args)
+        widths.append(None if y is None else y.shape[-1])
+        return y
+
+    monkeypatch.setattr(widened.WidenedProducts, "run", counted)
+    # as on a GPU, where modules run by a `forward` of this library
+    monkeypatch.setattr(component, "WrappedModel", _fused(component.WrappedModel))
+    images = []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(calls, "WIDENING_DEVICES", devices)
+        pipe = PIPELINES["Flux"]()
+        model = MultiLoRAPipeline(pipe, backend="torch_ref")
+        for seed, name in enumerate(("anime", "ink")):
+            model.load_adapter(name, tensors_of(pipe, ["transformer"], seed, rank=3 + 7 * seed))
+        images.append(run(pipe, PROMPTS, call=model, adapters=entries))
+        assert bool(widths) == bool(devices)
+    assert None not in widths
+    torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
+
+
+def _fused(kind):
+    return lambda base, backend, dtype, device, _, trial: kind(
+        base, backend, dtype, device, True, trial
+    )
