@@ -54,8 +54,7 @@ def test_lora_with_other_terms_is_added(always, term):
     assert product(layer(ranks, **{term: torch.ones(3, 10)}), ranks)[0] is None
 
 
-@pytest.mark.parametrize("entries", [["anime", None, "ink"], ["ink", "ink", "ink"]])
-def test_images_are_the_same_with_widened_products(always, monkeypatch, entries):
+def test_images_are_the_same_with_widened_products(always, monkeypatch):
     widths = []
     real = widened.WidenedProducts.run
 
@@ -67,20 +66,41 @@ def test_images_are_the_same_with_widened_products(always, monkeypatch, entries)
     monkeypatch.setattr(widened.WidenedProducts, "run", counted)
     # as on a GPU, where modules run by a `forward` of this library
     monkeypatch.setattr(component, "WrappedModel", _fused(component.WrappedModel))
-    images = []
-    for devices in ((), ("cpu",)):
-        monkeypatch.setattr(calls, "WIDENING_DEVICES", devices)
-        pipe = PIPELINES["Flux"]()
-        model = MultiLoRAPipeline(pipe, backend="torch_ref")
-        for seed, name in enumerate(("anime", "ink")):
-            model.load_adapter(name, tensors_of(pipe, ["transformer"], seed, rank=3 + 7 * seed))
-        images.append(run(pipe, PROMPTS, call=model, adapters=entries))
-        assert bool(widths) == bool(devices)
-    assert None not in widths
-    torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
+    pipe = PIPELINES["Flux"]()
+    model = MultiLoRAPipeline(pipe, backend="torch_ref")
+    for seed, name in enumerate(("anime", "ink")):
+        model.load_adapter(name, tensors_of(pipe, ["transformer"], seed, rank=3 + 7 * seed))
+    for entries in (["anime", None, "ink"], ["ink", "ink", "ink"]):
+        images = []
+        for devices in ((), ("cpu",)):
+            monkeypatch.setattr(calls, "WIDENING_DEVICES", devices)
+            widths.clear()
+            images.append(run(pipe, PROMPTS, call=model, adapters=entries))
+            assert bool(widths) == bool(devices) and None not in widths
+        torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
 
 
 def _fused(kind):
     return lambda base, backend, dtype, device, _, trial: kind(
         base, backend, dtype, device, True, trial
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.no_grad()
+def test_a_feed_forward_of_sdxl_is_widened_on_a_gpu():
+    engine, on = get_backend("auto", device="cuda"), {"device": "cuda", "dtype": torch.bfloat16}
+    rows, slots = 8192, torch.arange(8).repeat_interleave(1024) % 4
+    x, w = torch.randn(rows, 640, **on), torch.randn(10240, 640, **on) / 25
+    a, b = torch.randn(4, 1, 16, 640, **on) / 25, torch.randn(4, 10240, 16, **on)
+    numbers = {"device": "cuda", "dtype": torch.float32}
+    ranks = torch.full((4, 1), 16, device="cuda", dtype=torch.int32)
+    weights = LoRAWeights(a, b, ranks, torch.full((4, 1), 0.5, **numbers), (10240,))
+    plan = engine.prepare_batch(LoRABatch(slots, 4))
+    products = widened.WidenedProducts(engine, [0, 1, 2, 3], {id(weights): 16})
+    products.note(plan, slots)
+    y = products.run(x, weights, plan, w, None)
+    expected = engine.run_linear(x, weights, plan, torch.nn.functional.linear(x, w))
+    assert y is not None
+    assert (y - expected).norm() < 0.01 * expected.norm()
