@@ -51,6 +51,12 @@ class ComponentCall(Request):
         # Modules without LoRA in this call are skipped, which saves the patches of convolutions.
         touched = {path for slot in slots.values() for path in pool.modules_of(slot)}
         self.stacks = {path: stack for path, stack in self.stacks.items() if path in touched}
+        groups = {group.paths[0]: group.paths for group in wrapped.hooked.groups}
+        self.shared = {
+            leader: stack
+            for leader, stack in self.shared.items()
+            if not touched.isdisjoint(groups[leader])
+        }
         self._products: WidenedProducts | None = None
         choices = self._choices
         if (

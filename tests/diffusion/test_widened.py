@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.diffusion.diffusion_loras import BOUND, PROMPTS, tensors_of
+from helpers.diffusion.diffusion_loras import BOUND, ENTRIES, PROMPTS, tensors_of
 from helpers.diffusion.tiny_pipelines import PIPELINES, run
 
 from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights, get_backend
@@ -78,6 +78,24 @@ def test_images_are_the_same_with_widened_products(always, monkeypatch):
             images.append(run(pipe, PROMPTS, call=model, adapters=entries))
             assert bool(widths) == bool(devices) and None not in widths
         torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
+
+
+@pytest.mark.parametrize("name", ["Stable Diffusion", "SDXL"])
+def test_images_are_the_same_with_joined_self_attention(monkeypatch, name):
+    images = []
+    for make in (component.WrappedModel, _fused(component.WrappedModel)):
+        monkeypatch.setattr(component, "WrappedModel", make)
+        pipe = PIPELINES[name]()
+        model = MultiLoRAPipeline(pipe, backend="torch_ref")
+        model.load_adapter("anime", tensors_of(pipe, ["unet"], seed=1))
+        some = {k: v for k, v in tensors_of(pipe, ["unet"], seed=2).items() if "to_q" in k}
+        model.load_adapter("ink", some)
+        for entries in (ENTRIES, ["ink"] * 3):
+            images.append(run(pipe, PROMPTS, call=model, adapters=entries))
+    groups = model._components["unet"].wrapped.hooked.groups
+    assert groups and not any(group.apart for group in groups)
+    for plain, joined in zip(images[:2], images[2:], strict=True):
+        torch.testing.assert_close(joined, plain, rtol=0, atol=BOUND * float(plain.abs().max()))
 
 
 def _fused(kind):

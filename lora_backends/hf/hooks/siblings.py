@@ -29,8 +29,13 @@ from lora_backends.hf.hooks.linear import Hook, Served
 from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.training.joined import run_joined
 
-GROUPS = ((("q_proj", "k_proj", "v_proj"), "run_qkv"), (("gate_proj", "up_proj"), "run_gate_up"))
-"""Names of modules under one parent, the leader first, and the operation that runs them."""
+GROUPS = (
+    (("q_proj", "k_proj", "v_proj"), "run_qkv"),
+    (("gate_proj", "up_proj"), "run_gate_up"),
+    # self-attention of UNets; diffusion transformers normalise q and k, which copies parts of rows
+    (("attn1.to_q", "attn1.to_k", "attn1.to_v"), "run_qkv"),
+)
+"""Ends of the paths of modules, the leader first, and the operation that runs them."""
 
 TRACED = -1
 """Version of an input in a traced program, which an eager call never meets."""
@@ -111,11 +116,12 @@ def find_siblings(sites: Mapping[str, ModuleSite]) -> list[Siblings]:
     """Return the groups of plain linear modules, without foreign hooks or a replaced `forward`."""
     groups = []
     for path in sites:
-        parent, dot, name = path.rpartition(".")
         for names, operation in GROUPS:
-            paths = tuple(f"{parent}{dot}{other}" for other in names)
             # Only from the leader, so that each group comes once.
-            if name == names[0] and all(other in sites for other in paths):
+            parent = path.removesuffix(names[0])
+            is_leader = parent != path and (not parent or parent.endswith("."))
+            paths = tuple(f"{parent}{name}" for name in names)
+            if is_leader and all(other in sites for other in paths):
                 modules = tuple(sites[other].module for other in paths)
                 if all(sites[other].refusal is None for other in paths) and are_plain(modules):
                     groups.append(Siblings(paths, modules, operation))  # type: ignore[arg-type]
