@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lora_backends.diffusers.trials import DenoiserTrial
 from lora_backends.diffusers.widened import WidenedProducts
 from lora_backends.errors import UnsupportedInputError
@@ -57,7 +55,6 @@ class ComponentCall(Request):
             for leader, stack in self.shared.items()
             if not touched.isdisjoint(groups[leader])
         }
-        self._products: WidenedProducts | None = None
         choices = self._choices
         if (
             trial is not None
@@ -68,20 +65,13 @@ class ComponentCall(Request):
                 id(stack): max(pool.rank_of(slot, path) for slot in slots.values())
                 for path, stack in self.stacks.items()
             }
-            self._products = WidenedProducts(wrapped.backend, [*slots.values()], ranks)
-            self.widened = self._products.run
+            self.widened = WidenedProducts(wrapped.backend, [*slots.values()], ranks).run
         self._name, self._copies, self._trial = name, copies, trial
         self.outer: PipelineCall | None = None
 
     def begin(self, inputs: Mapping[str, Any], rows: int, length: int) -> None:
         """Begin a pass of so many rows; a denoiser's rows have no tokens to count."""
         super().begin(inputs, rows, 0 if self._trial is not None else length)
-
-    def _prepare(self, token_slots: torch.Tensor) -> Any:
-        planned = super()._prepare(token_slots)
-        if self._products is not None:
-            self._products.note(planned.plan, token_slots)
-        return planned
 
     def _slots_of_rows(self, rows: int) -> list[int]:
         if not self.differ:

@@ -30,9 +30,6 @@ LEAST_BYTES = 64_000_000
 GAIN = 0.8
 """The most time that a widened product may take, as a share of that of adding to y."""
 
-_MEMBER = "_member"
-"""Attribute of a plan: which adapter each token has."""
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -63,11 +60,6 @@ class WidenedProducts:
         self._engine, self._ranks = engine, ranks
         self._slots = torch.tensor(slots, device=engine.device)
 
-    def note(self, plan: Any, token_slots: Tensor) -> None:
-        """Keep on a plan which adapter each of its tokens has."""
-        member = token_slots.to(self._engine.device)[:, None] == self._slots
-        vars(plan)[_MEMBER] = member.float()  # [tokens, adapters], 1 or 0
-
     def run(
         self, x: Tensor, weights: LoRAWeights, plan: Any, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
@@ -82,11 +74,13 @@ class WidenedProducts:
         if not (
             rank
             and is_cheaper(rows, in_features, out_features, count * each, x.element_size())
-            and _is_plain(x, weights, plan, weight, bias)
+            and _is_plain(x, weights, weight, bias)
         ):
             return None
-        # [rows, adapters]
-        factors = vars(plan)[_MEMBER] * weights.scalings[self._slots, 0]
+        has_adapter = (
+            self._engine.token_slots(plan, rows, weights.num_slots)[:, None] == self._slots
+        )
+        factors = torch.where(has_adapter, weights.scalings[self._slots, 0], 0)  # [rows, adapters]
         flat = as_rows(x)
         h = self._engine.run_lora_a(flat, weights, plan)[0, :, :rank]
         wide_x, of_x = _beside(flat, count, each)
@@ -109,9 +103,7 @@ def _beside(matrix: Tensor, count: int, each: int) -> tuple[Tensor, Tensor]:
     return wide, wide[:, columns:].view(rows, count, each)
 
 
-def _is_plain(
-    x: Tensor, weights: LoRAWeights, plan: Any, weight: Tensor, bias: Tensor | None
-) -> bool:
+def _is_plain(x: Tensor, weights: LoRAWeights, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether the formula holds: no DoRA, LoRA bias, 8-bit stacks, autograd or autocast."""
     terms = weights.bias, weights.output_scales, weights.a_scales, weights.b_scales
     return (
@@ -119,7 +111,6 @@ def _is_plain(
         and len(weights.output_slices) == 1
         and all(tensor is None or type(tensor) in _PLAIN for tensor in (x, weight, bias))
         and x.dtype == weight.dtype
-        and _MEMBER in vars(plan)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
     )

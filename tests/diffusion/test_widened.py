@@ -7,6 +7,7 @@ from helpers.diffusion.tiny_pipelines import PIPELINES, run
 
 from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights, get_backend
 from lora_backends.diffusers import MultiLoRAPipeline, calls, component, widened
+from lora_backends.torch_ref import TorchRefBackend
 
 SLOTS = torch.tensor([2, NO_ADAPTER, 0, 2, 1, 0, NO_ADAPTER])
 
@@ -33,7 +34,6 @@ def product(weights, ranks):
     plan = engine.prepare_batch(LoRABatch(SLOTS, 3))
     x, w, bias = torch.randn(7, 6), torch.randn(10, 6), torch.randn(10)
     products = widened.WidenedProducts(engine, [2, 0, 1], {id(weights): max(ranks)})
-    products.note(plan, SLOTS)
     with torch.no_grad():
         expected = engine.run_linear(x, weights, plan, torch.nn.functional.linear(x, w, bias))
         return products.run(x[None], weights, plan, w, bias), expected
@@ -54,20 +54,45 @@ def test_lora_with_other_terms_is_added(always, term):
     assert product(layer(ranks, **{term: torch.ones(3, 10)}), ranks)[0] is None
 
 
-def test_images_are_the_same_with_widened_products(always, monkeypatch):
-    widths = []
-    real = widened.WidenedProducts.run
+class BarePlan:
+    """A plan that takes no attributes."""
+
+    __slots__ = ("num_slots", "num_tokens", "segments", "token_scales")
+
+    def __init__(self, plan):
+        for name in self.__slots__:
+            setattr(self, name, getattr(plan, name))
+
+
+class BarePlans(TorchRefBackend):
+    """An engine of another project, whose plans are no `LoRAPlan`."""
+
+    plan_type = BarePlan
+
+    def prepare_batch(self, batch, out=None, capacity=None):
+        return BarePlan(super().prepare_batch(batch, capacity=capacity))
+
+
+@pytest.fixture
+def widths(always, monkeypatch):
+    """Return the list of the widths of products that calls on a CPU widen, None where they add."""
+    real, found = widened.WidenedProducts.run, []
 
     def counted(self, *args):
         y = real(self, *args)
-        widths.append(None if y is None else y.shape[-1])
+        found.append(None if y is None else y.shape[-1])
         return y
 
     monkeypatch.setattr(widened.WidenedProducts, "run", counted)
+    monkeypatch.setattr(calls, "WIDENING_DEVICES", ("cpu",))
     # as on a GPU, where modules run by a `forward` of this library
     monkeypatch.setattr(component, "WrappedModel", _fused(component.WrappedModel))
+    return found
+
+
+def test_images_are_the_same_with_widened_products(widths, monkeypatch):
     pipe = PIPELINES["Flux"]()
-    model = MultiLoRAPipeline(pipe, backend="torch_ref")
+    model = MultiLoRAPipeline(pipe, backend=BarePlans())
     for seed, name in enumerate(("anime", "ink")):
         model.load_adapter(name, tensors_of(pipe, ["transformer"], seed, rank=3 + 7 * seed))
     for entries in (["anime", None, "ink"], ["ink", "ink", "ink"]):
@@ -117,7 +142,6 @@ def test_a_feed_forward_of_sdxl_is_widened_on_a_gpu():
     weights = LoRAWeights(a, b, ranks, torch.full((4, 1), 0.5, **numbers), (10240,))
     plan = engine.prepare_batch(LoRABatch(slots, 4))
     products = widened.WidenedProducts(engine, [0, 1, 2, 3], {id(weights): 16})
-    products.note(plan, slots)
     y = products.run(x, weights, plan, w, None)
     expected = engine.run_linear(x, weights, plan, torch.nn.functional.linear(x, w))
     assert y is not None
