@@ -55,17 +55,18 @@ class ComponentCall(Request):
             for leader, stack in self.shared.items()
             if not touched.isdisjoint(groups[leader])
         }
-        choices = self._choices
+        backend = wrapped.backend
         if (
             trial is not None
-            and choices.is_plain
-            and wrapped.backend.device.type in WIDENING_DEVICES
+            and self._choices.is_plain
+            and backend.device.type in WIDENING_DEVICES
+            and not backend.batch_invariant  # the width depends on the adapters of other images
         ):
             ranks = {
                 id(stack): max(pool.rank_of(slot, path) for slot in slots.values())
                 for path, stack in self.stacks.items()
             }
-            self.widened = WidenedProducts(wrapped.backend, [*slots.values()], ranks).run
+            self.widened = WidenedProducts(backend, [*slots.values()], ranks).run
         self._name, self._copies, self._trial = name, copies, trial
         self.outer: PipelineCall | None = None
 

@@ -1,5 +1,8 @@
 """Layers with their LoRA as one widened product equal the base product with LoRA added to it."""
 
+import doctest
+from itertools import product as each_of
+
 import pytest
 import torch
 from helpers.diffusion.diffusion_loras import BOUND, ENTRIES, PROMPTS, tensors_of
@@ -103,6 +106,27 @@ def test_images_are_the_same_with_widened_products(widths, monkeypatch):
             images.append(run(pipe, PROMPTS, call=model, adapters=entries))
             assert bool(widths) == bool(devices) and None not in widths
         torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
+
+
+def test_batch_invariant_engines_are_left_to_add(widths, monkeypatch):
+    pipe = PIPELINES["Flux"]()
+    model = MultiLoRAPipeline(pipe, backend="torch_ref")
+    monkeypatch.setattr(model.backend, "batch_invariant", True)
+    model.load_adapter("anime", tensors_of(pipe, ["transformer"], 1))
+    run(pipe, PROMPTS, call=model, adapters=["anime", None, None])
+    assert not widths
+
+
+def test_only_products_of_16_bits_are_widened_and_their_copies_are_smaller_than_y():
+    assert doctest.testmod(widened).failed == 0
+    assert not widened.is_cheaper(65536, 640, 5120, 64, 4)
+    cheaper = 0
+    sizes = each_of((1024, 4096, 65536), (320, 1280, 3072), (320, 5120, 21504), (8, 64, 512))
+    for rows, inputs, outputs, columns in sizes:
+        if widened.is_cheaper(rows, inputs, outputs, columns, 2):
+            cheaper += 1
+            assert (rows + outputs) * (inputs + columns) < rows * outputs
+    assert cheaper > 9
 
 
 @pytest.mark.parametrize("name", ["Stable Diffusion", "SDXL"])

@@ -57,7 +57,7 @@ def linear_with_lora(backend: LoRABackend, operation: str) -> Callable[..., torc
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        if call.widened is not None and not is_traced:
+        if not is_traced and call.widened is not None:
             y = call.widened(x, weights, plan, weight, bias)
             if y is not None:
                 return y
