@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lora_backends.diffusers.trials import DenoiserTrial
-from lora_backends.diffusers.widened import WidenedProducts
+from lora_backends.diffusers.widened import WidenedProducts, ranks_by_stack
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.hf.calls.entries import Entry
 from lora_backends.hf.calls.request import Request
@@ -62,10 +62,7 @@ class ComponentCall(Request):
             and backend.device.type in WIDENING_DEVICES
             and not backend.batch_invariant  # the width depends on the adapters of other images
         ):
-            ranks = {
-                id(stack): max(pool.rank_of(slot, path) for slot in slots.values())
-                for path, stack in self.stacks.items()
-            }
+            ranks = ranks_by_stack(pool, [*slots.values()], self.stacks)
             self.widened = WidenedProducts(backend, [*slots.values()], ranks).run
         self._name, self._copies, self._trial = name, copies, trial
         self.outer: PipelineCall | None = None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lora_backends.adapters import AdapterPool
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.weights import LoRAWeights
 
@@ -50,13 +51,29 @@ def is_cheaper(rows: int, in_features: int, out_features: int, columns: int, ite
     return itemsize == 2 and added * itemsize >= LEAST_BYTES and widened < GAIN * added
 
 
+def ranks_by_stack(
+    pool: AdapterPool, slots: Sequence[int], stacks: Mapping[str, LoRAWeights]
+) -> dict[int, int]:
+    """Return the largest rank of the adapters in `slots`, by id of a stack that may be widened.
+
+    `stacks` has the modules' stacks by path. c h is rounded to x's dtype. Float16 ends at 65504, so
+    there c may not enlarge h: stacks with a scaling beyond 1 are left out.
+    """
+    ranks = {}
+    for path, stack in stacks.items():
+        loras = [pool.lora_of(slot, path) for slot in slots]
+        if pool.dtype is not torch.float16 or all(abs(scaling) <= 1 for _, scaling in loras):
+            ranks[id(stack)] = max(rank for rank, _ in loras)
+    return ranks
+
+
 class WidenedProducts:
     """The widened products of one call, whose rows have one adapter with strength 1, or none.
 
     Args:
         engine: computes h.
         slots: of the adapters in the call.
-        ranks: the largest rank of these adapters, by id of a stack that the call holds.
+        ranks: by `ranks_by_stack`, of stacks that the call holds.
     """
 
     def __init__(self, engine: Any, slots: Sequence[int], ranks: Mapping[int, int]) -> None:

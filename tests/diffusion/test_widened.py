@@ -5,7 +5,7 @@ from itertools import product as each_of
 
 import pytest
 import torch
-from helpers.diffusion.diffusion_loras import BOUND, ENTRIES, PROMPTS, tensors_of
+from helpers.diffusion.diffusion_loras import BOUND, ENTRIES, PROMPTS, RANK, tensors_of
 from helpers.diffusion.tiny_pipelines import PIPELINES, run
 
 from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights, get_backend
@@ -106,6 +106,26 @@ def test_images_are_the_same_with_widened_products(widths, monkeypatch):
             images.append(run(pipe, PROMPTS, call=model, adapters=entries))
             assert bool(widths) == bool(devices) and None not in widths
         torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
+
+
+def test_a_scaling_does_not_take_h_out_of_the_range_of_float16(widths, monkeypatch):
+    pipe = PIPELINES["Flux"]().to(torch.float16)
+    model = MultiLoRAPipeline(pipe, backend="torch_ref")
+    # q is normalised, so a delta may be large: h is in the hundreds
+    tensors = {k: v for k, v in tensors_of(pipe, ["transformer"], 1).items() if "to_q" in k}
+    tensors = {k: v * (1e3 if "lora_A" in k else 1e-3) for k, v in tensors.items()}
+    for name, scaling in (("small", 1), ("large", 1000)):
+        alphas = {f"{key.partition('.lora_')[0]}.alpha": RANK * scaling for key in tensors}
+        model.load_adapter(name, tensors | {key: torch.tensor(n) for key, n in alphas.items()})
+    for name in ("small", "large"):
+        images = []
+        for devices in ((), ("cpu",)):
+            monkeypatch.setattr(calls, "WIDENING_DEVICES", devices)
+            widths.clear()
+            images.append(run(pipe, PROMPTS, call=model, adapters=[name, None, name]))
+        assert images[0].isfinite().all()
+        torch.testing.assert_close(*images, rtol=0, atol=0.02)
+        assert (None in widths) == (name == "large")
 
 
 def test_batch_invariant_engines_are_left_to_add(widths, monkeypatch):

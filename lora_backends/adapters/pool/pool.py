@@ -435,10 +435,10 @@ class AdapterPool:
         """Return the paths of the modules and experts for which the adapter in `slot` has LoRA."""
         return list(self._record(slot).modules)
 
-    def rank_of(self, slot: int, module: str) -> int:
-        """Return the rank of the adapter in `slot` at a module, 0 where it has no LoRA."""
+    def lora_of(self, slot: int, module: str) -> tuple[int, float]:
+        """Return rank and scaling of the adapter in `slot` at a module, both 0 without LoRA."""
         part = self._record(slot).modules.get(module)
-        return 0 if part is None else part.rank
+        return (0, 0.0) if part is None else (part.rank, part.scaling)
 
     def bytes_of(self, slot: int) -> int:
         """Return the bytes of the adapter in `slot`: matrices, scales and modules of its own."""

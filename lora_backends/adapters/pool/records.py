@@ -25,6 +25,7 @@ class ModuleRecord:
     has_output_scales: bool = False  # DoRA
     form: ExpertForm | None = None  # of experts
     rank: int = 0  # of a module
+    scaling: float = 0.0  # of a module
 
     @property
     def layout(self) -> tuple[bool, bool, ExpertForm | None]:

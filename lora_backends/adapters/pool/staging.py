@@ -195,6 +195,7 @@ def _record(delta: StagedDelta) -> ModuleRecord:
         delta.bias is not None,
         delta.output_scales is not None,
         rank=delta.rank,
+        scaling=delta.scaling,
     )
 
 
