@@ -97,10 +97,9 @@ class WidenedProducts:
             and _is_plain(x, weights, weight, bias)
         ):
             return None
-        has_adapter = (
-            self._engine.token_slots(plan, rows, weights.num_slots)[:, None] == self._slots
-        )
-        factors = torch.where(has_adapter, weights.scalings[self._slots, 0], 0)  # [rows, adapters]
+        token_slots = self._engine.token_slots(plan, rows, weights.num_slots)
+        has_adapter = token_slots[:, None] == self._slots  # [rows, adapters]
+        factors = torch.where(has_adapter, weights.scalings[self._slots, 0], 0)
         flat = as_rows(x)
         h = self._engine.run_lora_a(flat, weights, plan)[0, :, :rank]
         wide_x, of_x = _beside(flat, count, each)
