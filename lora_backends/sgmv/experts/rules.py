@@ -199,9 +199,9 @@ def _one_wave(
 def _loading_ahead(chosen: SiteTiles, tiles: int, site: SiteShape) -> ExpandTiles:
     """Return the expand; at rank 16 and many columns a program loads a block while it adds one."""
     expand, block_c = chosen.expand, _SINGLE_VALUES // MIN_DOT
-    if padded_rank(site.max_rank) > MIN_DOT or site.general:
+    if site.max_rank != MIN_DOT or site.general:
         return expand
-    if chosen.expand_rows == 1 and expand.block_c > block_c:
+    if chosen.expand_rows == 1 and expand.block_c > block_c and site.out_features < _WIDE_OUTPUT:
         if tiles * site.out_features > 8 * H200.multiprocessors * block_c:
             return replace(expand, block_c=block_c, chunks=parts(site.widest, block_c, 2))
     elif chosen.expand_rows == MIN_DOT and expand.chunks > 1:
