@@ -243,7 +243,7 @@ def whole(*shape, seed):
     return torch.randint(-2, 3, shape, generator=generator).bfloat16()
 
 
-PREPARED = SimpleNamespace(asks_backend=True)
+PREPARED = SimpleNamespace(asks_backend=True, widened=None)
 """Of a call, what a layer asks it."""
 
 
