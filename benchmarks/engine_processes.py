@@ -282,7 +282,7 @@ def compare(
         found: gets the comparison by the engine's name.
     """
     adapters = len(reference["every"])
-    for name in [name for name in processes if name != "off"]:
+    for name in [name for name in processes if not name.startswith("off")]:
         try:
             answers = processes[name].ask("answers", prompts=prompts, names=names, tokens=CHECKED)
         except EngineFailed as error:

@@ -41,6 +41,8 @@ MODELS: dict[str, Shape] = {
 }
 OWN = ["off", "own", "own_replicated"]
 """Engines without this library; own_replicated: vLLM's operators, not fully sharded."""
+GRAPHS = "+graphs"
+"""Ends the name of an engine that captures CUDA graphs of the timed prefills, too."""
 FIRST_ROWS = [1, 7, 40]
 FIRST_PROMPTS = [24, 300, 700, 3000]
 """Sizes of batches whose first run is compared with the second, to find stalls."""
@@ -50,12 +52,19 @@ def engine(name: str, options: dict[str, Any], adapters: dict[str, str], limit: 
     """Start vLLM with one setting of LoRA.
 
     Args:
-        name: "off", "own", "own_replicated" or the name of a backend of this library.
+        name: "off", "own", "own_replicated" or the name of a backend of this library; `GRAPHS`
+            may follow.
         options: vLLM's.
         adapters: folders by name.
         limit: seconds for an answer.
     """
-    options, backend = dict(options), "" if name in OWN else name
+    options, captured = dict(options), options["compilation_config"]
+    prefills = options.pop("prefills")
+    if name.endswith(GRAPHS):
+        sizes = {*captured["cudagraph_capture_sizes"], *prefills}
+        options["compilation_config"] = captured | {"cudagraph_capture_sizes": sorted(sizes)}
+    name = name.removesuffix(GRAPHS)
+    backend = "" if name in OWN else name
     if name == "off":
         options = {key: value for key, value in options.items() if "lora" not in key}
         adapters = {}
@@ -78,7 +87,7 @@ def engine(name: str, options: dict[str, Any], adapters: dict[str, str], limit: 
 
 
 def engine_options(arguments: Options, kind: str, folder: Path) -> dict[str, Any]:
-    """Return vLLM's options, the same for every engine but for LoRA."""
+    """Return vLLM's options, the same for every engine but for LoRA, and the timed `prefills`."""
     tokens = arguments.prompt + WARM + arguments.steps
     most = max(rows for rows, _ in arguments.cells)
     longest = max(*arguments.prefills, *FIRST_PROMPTS, tokens)
@@ -105,6 +114,7 @@ def engine_options(arguments: Options, kind: str, folder: Path) -> dict[str, Any
         "compilation_config": {
             "cudagraph_capture_sizes": sorted({rows for rows, _ in arguments.cells})
         },
+        "prefills": arguments.prefills,
     }
     if arguments.tensor_parallel > 1:
         options["distributed_executor_backend"] = "mp"
@@ -140,7 +150,8 @@ def measure(
         prompts, names = checks_of(arguments.adapters)
         reference = reference_of(processes["own"], list(adapters), prompts, names)
         answers = result.setdefault("answers", {}).setdefault(kind, {})
-        compare(processes, drop, OWN, prompts, names, reference, answers)
+        others = [*OWN, *(name + GRAPHS for name in OWN)]
+        compare(processes, drop, others, prompts, names, reference, answers)
     yield from timed(processes, drop, arguments, end, {"model": kind})
     for process in processes.values():
         process.close()
@@ -182,7 +193,10 @@ STEP = Measurement(
     options={
         "--models": flag(["dense"], choices=list(MODELS)),
         "--name": flag("", "ends the name of the result file"),
-        "--engines": flag(["off", "own", "auto"], "the first is the base of the ratios"),
+        "--engines": flag(
+            ["off", "own", "auto"],
+            "the first is the base of the ratios; NAME+graphs captures graphs of the prefills",
+        ),
         "--cells": flag([(64, 8), (8, 8), (64, 1)], type=cell_of, metavar="ROWSxADAPTERS"),
         "--adapters": flag(8, "that engines have room for"),
         "--rank": flag(16),
