@@ -71,7 +71,11 @@ def decode_step_on_the_h200() -> str:
     return table(["", ">base model, ms", ">with adapters / base model"], rows)
 
 
-OF_VLLM = {"own": "vLLM's operators", "triton": "`triton`"}
+OF_VLLM = {
+    "own": "vLLM's operators",
+    "triton": "`triton`",
+    "triton+graphs": "prefills in graphs",
+}
 OF_SGLANG = {
     "csgmv": "SGLang's `csgmv`",
     "triton": "SGLang's `triton`",
@@ -100,9 +104,12 @@ def sglang_experts() -> str:
 
 
 def _steps(result: str, contenders: dict[str, str]) -> str:
-    """Return a table of a result's steps; `contenders` are the columns' titles."""
+    """Return a table of a result's steps; `contenders` are titles of columns, where measured."""
     cells: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in figures.result(result)["rows"]:
+    measured = figures.result(result)["rows"]
+    names = {row["contender"] for row in measured}
+    contenders = {name: title for name, title in contenders.items() if name in names}
+    for row in measured:
         name = f"{row['rows']} rows, {row['adapters']} adapter{'s' * (row['adapters'] > 1)}"
         if row.get("step") == "prefill":
             name = f"prefill, {row['prompt']:,} tokens"
