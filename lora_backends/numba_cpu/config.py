@@ -6,6 +6,8 @@ a core), where nothing else is said; benchmarks/cpu_cells.py measures what they 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 SHRINK_RANKS = 4
 """Rows of A per pass over x: with 4 tokens 16 sums, which leaves 16 of 32 registers to loads."""
 
@@ -59,19 +61,30 @@ to the row 4 further on. On two cores of an AMD EPYC, the shrink took 1.05 to 1.
 prefetches into the second-level cache, and 0.8 to 1.4 times as long without prefetches. On the
 Intel Xeon, it took 1.1 times as long without them."""
 
-DOT_AHEAD = 4096
-"""Prefetch distance in A, in bytes, in a shrink of int8 by bfloat16. On the AMD EPYC, half this
-distance took 1.03 to 1.15 times as long."""
 
-DOT_CHUNK = 2048
-"""Inputs per chunk in a shrink of int8 by bfloat16, a multiple of 64; half as many where they are
-multiplied as float32. 8 rows of x take 32 KiB, which stay in the first-level cache of the AMD EPYC
-while A is read."""
+class DotBlocks(NamedTuple):
+    """The blocks of a shrink of int8 by bfloat16."""
+
+    inputs: int  # per chunk, a multiple of 32
+    ahead: int  # prefetch distance in A, in bytes
+    level: int  # of the cache that A is prefetched into, 1 or 2
+    in_order: bool  # prefetch the first rows while x is copied, then all in the order of use
+
+
+PAIR_BLOCKS = DotBlocks(2048, 4096, 1, False)
+"""Where pairs of bfloat16 are multiplied. 8 rows of x take 32 KiB, which stay in the first-level
+cache of the AMD EPYC while A is read. There half the distance took 1.03 to 1.15 times as long."""
+
+FLOAT32_BLOCKS = DotBlocks(1024, 4096, 1, False)
+"""Where int8 and x are multiplied as float32."""
 
 EXPAND_AHEAD = 8192
 """Prefetch distance in B, in bytes; each vector of columns issues four prefetches. On the AMD EPYC,
 half and twice this distance took 1.0 to 1.15 times as long. Prefetches of 16 whole rows at once
 took 1.4 to 2.2 times as long: a core waits for its oldest requests."""
+
+INT8_AHEAD, INT8_FIRST = EXPAND_AHEAD, False
+"""The distance for int8, and whether so many bytes are prefetched before h is copied."""
 
 SERIAL_BYTES = 150_000
 """Bytes below which one thread does all: the weights of all segments, and an eighth of a segment's

@@ -11,7 +11,7 @@ from numba import njit
 from lora_backends import ExpertWeights, LoRABatch, LoRAWeights, quantize_weights
 from lora_backends.eight_bit import LARGEST
 from lora_backends.numba_cpu import NumbaCPUBackend, launch, routines
-from lora_backends.numba_cpu.config import DOT_CHUNK, LONG_PANEL, LONG_SEGMENT, MAX_SEGMENT
+from lora_backends.numba_cpu.config import LONG_PANEL, LONG_SEGMENT, MAX_SEGMENT, PAIR_BLOCKS
 from lora_backends.numba_cpu.machine import plain
 from lora_backends.numba_cpu.machine import vectors as v
 from lora_backends.numba_cpu.machine.cpu import has_bfloat16
@@ -153,7 +153,7 @@ def test_rows_of_rank_16_give_the_same_with_and_without_gaps(dtype):
 
 
 @pytest.mark.parametrize("way", ["stored", "float32", "pairs"])
-@pytest.mark.parametrize("inputs", [LANES, 2 * DOT_CHUNK, 2 * DOT_CHUNK + 77])
+@pytest.mark.parametrize("inputs", [LANES, 2 * PAIR_BLOCKS.inputs, 2 * PAIR_BLOCKS.inputs + 77])
 def test_every_product_of_int8_and_bfloat16_is_summed_once(inputs, way, monkeypatch):
     """In chunks of wide inputs, in panels of high ranks, by either instruction: exact integers."""
     if way == "pairs" and not has_bfloat16():

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_backends.numba_cpu.config import MAX_SEGMENT
+from lora_backends.numba_cpu.config import INT8_AHEAD, INT8_FIRST, MAX_SEGMENT
 from lora_backends.numba_cpu.kernels.addressing import following, with_columns
 from lora_backends.numba_cpu.kernels.arguments import (
     ColumnPointers,
@@ -92,18 +92,22 @@ def expand_stored() -> Any:
 def expand_int8(kind_y: Any) -> Any:
     """Compile what `expand_stored` does for int8 with a scale per row, widened in registers."""
 
+    distance, first = INT8_AHEAD, INT8_AHEAD if INT8_FIRST else 0
+
     def run(address):
         of = fields(EightBitExpand, address)
         expand, row = of.expand, of.row
         rank, end, b_row = expand.factors.rank, expand.stop, expand.columns.b_row
         spare = of.scratch + COPY_BYTES
         packed = spare + SCALES_BYTES
+        for line in range(0, min(first, (of.end - row) * b_row), LINE):
+            v.prefetch((expand.columns.b,), line)
         pack_h(expand, read_scaling(expand.factors), packed)
         while row < of.end:
             tiles = min(of.end - row, LANES * len(MANY_TILES)) // LANES
             of_rows = rows_of_scales(of.scales, row, LANES * tiles, spare)
             place = (following(expand.columns, row - of.row), of_rows, tiles)
-            steps, i, h = steps_of(b_row, rank), expand.start, packed
+            steps, i, h = steps_of(distance, b_row, rank), expand.start, packed
             while i + 8 <= end:
                 int8_rows(kind_y, place, rank, steps, v.rows(expand.y, i, EIGHT), h)
                 i, h, steps = i + 8, h + 32 * rank, NO_STEPS

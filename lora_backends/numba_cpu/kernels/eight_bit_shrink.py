@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from lora_backends.numba_cpu.config import (
-    DOT_AHEAD,
-    DOT_CHUNK,
+    FLOAT32_BLOCKS,
     LONG_CHUNK,
     LONG_PANEL,
     LONG_RANKS,
     LONG_SEGMENT,
     MAX_SEGMENT,
+    PAIR_BLOCKS,
 )
 from lora_backends.numba_cpu.kernels.arguments import (
     Copy,
@@ -44,7 +44,7 @@ from lora_backends.numba_cpu.machine.records import fields, invoke, read_id
 
 LANES = v.LANES
 ORDER_BYTES = 8 * MAX_SEGMENT  # the order of a copy of x or y
-DOT_BYTES = 8 * (2 * DOT_CHUNK + LONG_PANEL * LINE)  # copies of 8 rows of x, and sums
+DOT_BYTES = 8 * (4096 + LONG_PANEL * LINE)  # copies of 8 rows of x, and sums
 X_ROW = 4 * LONG_CHUNK  # bytes of a row of the copy of x
 
 
@@ -78,50 +78,66 @@ def shrink_dots(kind: Any) -> Any:
     Both are multiplied as `kind`, float32 or bfloat16. int8 is widened once for up to 8 tokens.
     """
     like = (0,) * (kind.itemsize // 2)  # vectors for 32 elements
+    inputs, distance, cache, in_order = PAIR_BLOCKS if len(like) == 1 else FLOAT32_BLOCKS
+    level, blocks = (0,) * cache, (inputs, distance, int(in_order))
 
     def run(address):
         of, t = fields(Panel, address), 0
         # each group is multiplied by all rows of a, one chunk of the inputs after the other
         while t + 8 <= of.tokens:
-            dot_columns(like, two_rows, TWO, of, t, EIGHT)
+            dot_columns(like, level, blocks, two_rows, TWO, of, t, EIGHT)
             t += 8
         if t + 4 <= of.tokens:
-            dot_columns(like, four_rows, FOUR, of, t, FOUR)
+            dot_columns(like, level, blocks, four_rows, FOUR, of, t, FOUR)
             t += 4
         if t + 2 <= of.tokens:
-            dot_columns(like, four_rows, FOUR, of, t, TWO)
+            dot_columns(like, level, blocks, four_rows, FOUR, of, t, TWO)
             t += 2
         if t < of.tokens:
-            dot_columns(like, four_rows, FOUR, of, t, ONE)
+            dot_columns(like, level, blocks, four_rows, FOUR, of, t, ONE)
 
     return compiled(run)
 
 
 @inlined
-def dot_columns(like, rows_of_a, ranks, of, t, tokens):
+def dot_columns(like, level, blocks, rows_of_a, ranks, of, t, tokens):
     """Write columns of h, as many at a time as `ranks` has items, for some tokens from t on."""
     scratch, a_row, n, count = of.scratch, of.a_row, of.n, of.ranks
     x_rows, h_rows = v.rows(of.x, t, tokens), v.rows(of.h, t, tokens)
-    whole, step, size = n - n % (2 * LANES), LINE * len(tokens), DOT_CHUNK // len(like)
+    (size, distance, in_order), whole = blocks, n - n % (2 * LANES)
+    step = LINE * len(tokens)
+    copy_bytes = 2 * size * len(like) * len(tokens)
     for chunk in range(0, max(whole, 1), size):
         end, at = min(chunk + size, whole), scratch
         width = end - chunk
         # in the order of use: rows whose distance is a power of two compete for few sets of the
         # cache
+        first = min(count, distance // max(width, 1) * len(ranks))
+        if in_order == 0 or chunk + t > 0:
+            first = np.int64(0)
         for k in range(chunk, end, 2 * LANES):
+            for j in range(first):
+                v.prefetch_into(level, (of.a + j * a_row,), k)
             v.store_all(at, LINE, v.load_wide(v.BFLOAT16, x_rows, k, like))
             at += step * len(like)
         for j in range(0, count, len(ranks)):
             a_rows = rows_of_a(of.a + j * a_row, a_row, count - j)
-            begun, sums = scratch + 2 * DOT_CHUNK * len(tokens) + j * step, v.zeros(ranks, tokens)
+            begun, sums = scratch + copy_bytes + j * step, v.zeros(ranks, tokens)
             if chunk > 0:
                 sums = v.load_all(begun, sums)
-            new_chunk = end < whole and j + len(ranks) >= count
-            ahead, to_next = ahead_of(width, len(ranks) * a_row, -j * a_row, new_chunk)
+            if in_order == 0:
+                new_chunk = end < whole and j + len(ranks) >= count
+                ahead, to_next = ahead_of(
+                    distance, width, len(ranks) * a_row, -j * a_row, new_chunk
+                )
+            else:
+                rows_on = max(1, distance // max(width, 1)) * len(ranks)
+                ahead, to_next = rows_ahead(rows_on, (j, count, a_row), chunk, width, end < whole)
             k, at = chunk, scratch
             while k < end:
                 if t == 0:  # a is not in a cache yet
-                    v.prefetch(a_rows, k + ahead + (to_next if k + ahead >= end else 0))
+                    at_a = k + ahead + (to_next if k + ahead >= end else 0)
+                    v.prefetch_into(level, a_rows, at_a)
                 a, x = v.load_wide(v.INT8, a_rows, k, like), v.load_all(at, v.zeros(tokens, like))
                 sums = v.add_wide(sums, a, x, like)
                 k += 2 * LANES
@@ -139,12 +155,23 @@ def dot_columns(like, rows_of_a, ranks, of, t, tokens):
 
 
 @function
-def ahead_of(width, step, first, new_chunk):
+def ahead_of(distance, width, step, first, new_chunk):
     """Return the prefetch distance, and the offset to add to it past the end of a chunk's rows."""
-    ahead, turns = min(DOT_AHEAD, width), max(1, DOT_AHEAD // max(width, 1))
+    ahead, turns = min(distance, width), max(1, distance // max(width, 1))
     if new_chunk:
         return ahead, first  # back to the first row
     return ahead, turns * step - width  # to the next rows; short rows need several
+
+
+@function
+def rows_ahead(rows_on, rows, chunk, width, more):
+    """Return how far ahead the rows lie that are read `rows_on` rows later, and 0."""
+    j, count, a_row = rows
+    if j + rows_on < count:
+        return rows_on * a_row, np.int64(0)
+    if more:  # in the next chunk
+        return (min(j + rows_on - count, count - 1) - j) * a_row + width, np.int64(0)
+    return rows_on * a_row - chunk, np.int64(0)  # the rows that follow in memory are often next
 
 
 @function
