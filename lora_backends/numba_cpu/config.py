@@ -83,8 +83,16 @@ EXPAND_AHEAD = 8192
 half and twice this distance took 1.0 to 1.15 times as long. Prefetches of 16 whole rows at once
 took 1.4 to 2.2 times as long: a core waits for its oldest requests."""
 
-INT8_AHEAD, INT8_FIRST = EXPAND_AHEAD, False
-"""The distance for int8, and whether so many bytes are prefetched before h is copied."""
+
+class Int8Blocks(NamedTuple):
+    """The prefetches of an expand of int8."""
+
+    ahead: int  # distance in B, in bytes
+    first: bool  # whether so many bytes are prefetched before h is copied
+    y_ahead: int  # distance in y, in bytes; 0: none
+
+
+INT8_BLOCKS = Int8Blocks(EXPAND_AHEAD, False, 0)
 
 SERIAL_BYTES = 150_000
 """Bytes below which one thread does all: the weights of all segments, and an eighth of a segment's
