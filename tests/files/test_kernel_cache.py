@@ -12,6 +12,7 @@ dense = pytest.importorskip("lora_backends.numba_cpu.kernels.dense", exc_type=Im
 from numba import config  # noqa: E402
 from numba.core.caching import IndexDataCacheFile  # noqa: E402
 
+from lora_backends.numba_cpu.config import DotBlocks  # noqa: E402
 from lora_backends.numba_cpu.gradients import kernels, products  # noqa: E402
 from lora_backends.numba_cpu.kernels import (  # noqa: E402
     eight_bit,
@@ -128,6 +129,17 @@ def test_variants_of_a_function_share_no_file(monkeypatch):
     for kind in kinds:
         short.gather(kind)
     assert len(set(names)) == len(kinds)
+
+
+def test_ways_to_shrink_int8_share_no_file(monkeypatch):
+    """Two kinds of CPUs with one cache folder choose different ways, or different blocks."""
+    names, record = [], lambda run: names.append(compiling.kept_name(run))
+    monkeypatch.setattr(eight_bit_shrink, "compiled", record)
+    for blocks in (eight_bit_shrink.FLOAT32_BLOCKS, DotBlocks(64, 64, 2, in_order=True)):
+        monkeypatch.setattr(eight_bit_shrink, "FLOAT32_BLOCKS", blocks)
+        eight_bit_shrink.shrink_dots(v.FLOAT32)
+    eight_bit_shrink.shrink_dots(v.BFLOAT16)
+    assert len(set(names)) == 3
 
 
 def test_processes_that_save_at_once_never_mix_their_variants(folder, monkeypatch):

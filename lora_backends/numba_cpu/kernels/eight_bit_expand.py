@@ -91,8 +91,8 @@ def expand_stored() -> Any:
 
 def expand_int8(kind_y: Any) -> Any:
     """Compile what `expand_stored` does for int8 with a scale per row, widened in registers."""
-    distance, first, y_ahead = INT8_BLOCKS
-    first = distance if first else 0
+    distance, fetch_first, y_ahead = INT8_BLOCKS
+    first = distance if fetch_first else 0
 
     def run(address):
         of = fields(EightBitExpand, address)

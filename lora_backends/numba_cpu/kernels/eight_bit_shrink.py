@@ -44,7 +44,8 @@ from lora_backends.numba_cpu.machine.records import fields, invoke, read_id
 
 LANES = v.LANES
 ORDER_BYTES = 8 * MAX_SEGMENT  # the order of a copy of x or y
-DOT_BYTES = 8 * (4096 + LONG_PANEL * LINE)  # copies of 8 rows of x, and sums
+DOT_COPY = max(2 * PAIR_BLOCKS.inputs, 4 * FLOAT32_BLOCKS.inputs)  # bytes of a chunk of a row of x
+DOT_BYTES = 8 * (DOT_COPY + LONG_PANEL * LINE)  # copies of 8 rows of x, and sums
 X_ROW = 4 * LONG_CHUNK  # bytes of a row of the copy of x
 
 
