@@ -135,7 +135,7 @@ def test_ways_to_shrink_int8_share_no_file(monkeypatch):
     """Two kinds of CPUs with one cache folder choose different ways, or different blocks."""
     names, record = [], lambda run: names.append(compiling.kept_name(run))
     monkeypatch.setattr(eight_bit_shrink, "compiled", record)
-    for blocks in (eight_bit_shrink.FLOAT32_BLOCKS, DotBlocks(64, 64, 2, in_order=True)):
+    for blocks in (eight_bit_shrink.FLOAT32_BLOCKS, DotBlocks(64, 64, in_order=True)):
         monkeypatch.setattr(eight_bit_shrink, "FLOAT32_BLOCKS", blocks)
         eight_bit_shrink.shrink_dots(v.FLOAT32)
     eight_bit_shrink.shrink_dots(v.BFLOAT16)

@@ -11,7 +11,14 @@ from numba import njit
 from lora_backends import ExpertWeights, LoRABatch, LoRAWeights, quantize_weights
 from lora_backends.eight_bit import LARGEST
 from lora_backends.numba_cpu import NumbaCPUBackend, launch, routines
-from lora_backends.numba_cpu.config import LONG_PANEL, LONG_SEGMENT, MAX_SEGMENT, PAIR_BLOCKS
+from lora_backends.numba_cpu.config import (
+    FLOAT32_BLOCKS,
+    LONG_PANEL,
+    LONG_SEGMENT,
+    MAX_SEGMENT,
+    PAIR_BLOCKS,
+)
+from lora_backends.numba_cpu.kernels import eight_bit_shrink
 from lora_backends.numba_cpu.machine import plain
 from lora_backends.numba_cpu.machine import vectors as v
 from lora_backends.numba_cpu.machine.cpu import has_bfloat16
@@ -152,31 +159,77 @@ def test_rows_of_rank_16_give_the_same_with_and_without_gaps(dtype):
     agree(found, expected.double())
 
 
-@pytest.mark.parametrize("way", ["stored", "float32", "pairs"])
-@pytest.mark.parametrize("inputs", [LANES, 2 * PAIR_BLOCKS.inputs, 2 * PAIR_BLOCKS.inputs + 77])
-def test_every_product_of_int8_and_bfloat16_is_summed_once(inputs, way, monkeypatch):
-    """In chunks of wide inputs, in panels of high ranks, by either instruction: exact integers."""
+def choose(way, monkeypatch):
+    """Let shrinks of int8 by bfloat16 multiply in this way, whichever suits the CPU."""
     if way == "pairs" and not has_bfloat16():
         pytest.skip("this CPU multiplies no pairs of bfloat16")
     monkeypatch.setattr(routines, "has_bfloat16", lambda: way != "stored")
     monkeypatch.setattr(routines, "has_fast_pairs", lambda: way == "pairs")
     monkeypatch.setattr(launch, "eight_bit_table", routines.eight_bit_table.__wrapped__)
     monkeypatch.setattr(launch, "eight_bit_kernel", launch.eight_bit_kernel.__wrapped__)
-    rank, tokens, make = LONG_PANEL + 3, LONG_SEGMENT + 7, torch.Generator().manual_seed(5)
+
+
+def sums_exactly(inputs, rank, slots, spread=False):
+    """Shrink integers, whose sums are exact in any order."""
+    make = torch.Generator().manual_seed(5)
     a = torch.randint(-128, 128, (2, 1, rank, inputs), generator=make, dtype=torch.int8)
-    a[0, 0, 0], a[0, 0, 1, ::2] = -128, 127
+    a[0, 0, 0], a[0, 0, -1, ::2] = -128, 127
     b = torch.ones(2, LANES, rank, dtype=torch.int8)
     options = {"a_scales": torch.ones(2, 1, rank, 1), "b_scales": torch.ones(2, LANES, 1)}
     ranks = torch.full((2, 1), rank, dtype=torch.int32)
     weights = LoRAWeights(
-        a, b, ranks, torch.ones(2, 1), (LANES,), **options, compute_dtype=torch.bfloat16
+        with_gaps(a[:, 0])[:, None] if spread else a,
+        b,
+        ranks,
+        torch.ones(2, 1),
+        (LANES,),
+        **options,
+        compute_dtype=torch.bfloat16,
     )
-    x = torch.randint(-4, 5, (tokens, inputs), generator=make).bfloat16()
-    slots = [0] * 8 + [1] * (tokens - 8)
+    x = torch.randint(-4, 5, (len(slots), inputs), generator=make).bfloat16()
     backend = NumbaCPUBackend()
     h = backend.run_lora_a(x, weights, backend.prepare_batch(LoRABatch(slots, 2)))
     expected = torch.einsum("ti,tri->tr", x.double(), a[slots, 0].double())
     assert torch.equal(h[0].double(), expected)
+
+
+@pytest.mark.parametrize("way", ["stored", "float32", "pairs"])
+@pytest.mark.parametrize("inputs", [LANES, 2 * PAIR_BLOCKS.inputs, 2 * PAIR_BLOCKS.inputs + 77])
+def test_every_product_of_int8_and_bfloat16_is_summed_once(inputs, way, monkeypatch):
+    """In chunks of wide inputs, in panels of high ranks, by either instruction: exact integers."""
+    choose(way, monkeypatch)
+    sums_exactly(inputs, LONG_PANEL + 3, [0] * 8 + [1] * (LONG_SEGMENT - 1))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 4, 9])
+@pytest.mark.parametrize("rest", [-1, 0, 2 * LANES, 77])
+def test_sums_of_int8_as_float32_keep_to_short_chunks_and_few_rows(rest, rank, monkeypatch):
+    """Chunks that end early, blocks of 2 and 4 rows that do, and other bytes between the rows."""
+    choose("float32", monkeypatch)
+    inputs, slots = FLOAT32_BLOCKS.inputs + rest, [0] * 15 + [1] * 3  # 8, 4, 2 and 1 tokens
+    sums_exactly(inputs, rank, slots, spread=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("count", [4, 8, 15, 16])
+def test_int8_is_prefetched_in_the_order_of_use(count, ranks):
+    """Row by row, chunk by chunk, and at last the first rows of the stack that follows."""
+    ahead_of = getattr(eight_bit_shrink.ahead_of, "py_func", eight_bit_shrink.ahead_of)
+    width, chunks = FLOAT32_BLOCKS.inputs, 3
+    a_row = chunks * width
+    used = [
+        (j * a_row + chunk * width, (j, chunk))
+        for chunk in range(chunks)
+        for j in range(0, count, ranks)
+    ]
+    fetched = []
+    for at, (j, chunk) in used:
+        columns = (chunk * width, width, chunk + 1 < chunks)
+        fetched.append(at + ahead_of(FLOAT32_BLOCKS, ranks, (j, count, a_row), columns))
+    early = min(FLOAT32_BLOCKS.ahead // width, -(-count // ranks))
+    assert fetched[:-early] == [at for at, _ in used][early:]
+    stack = -(-count // ranks) * ranks * a_row
+    assert fetched[-early:] == [stack + i * ranks * a_row for i in range(early)]
 
 
 def test_what_one_8_bit_dtype_has_compiled_serves_the_others():

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_backends.numba_cpu.config import INT8_BLOCKS, MAX_SEGMENT
+from lora_backends.numba_cpu.config import MAX_SEGMENT
 from lora_backends.numba_cpu.kernels.addressing import following, with_columns
 from lora_backends.numba_cpu.kernels.arguments import (
     ColumnPointers,
@@ -91,8 +91,6 @@ def expand_stored() -> Any:
 
 def expand_int8(kind_y: Any) -> Any:
     """Compile what `expand_stored` does for int8 with a scale per row, widened in registers."""
-    distance, fetch_first, y_ahead = INT8_BLOCKS
-    first = distance if fetch_first else 0
 
     def run(address):
         of = fields(EightBitExpand, address)
@@ -100,25 +98,23 @@ def expand_int8(kind_y: Any) -> Any:
         rank, end, b_row = expand.factors.rank, expand.stop, expand.columns.b_row
         spare = of.scratch + COPY_BYTES
         packed = spare + SCALES_BYTES
-        for line in range(0, min(first, (of.end - row) * b_row), LINE):
-            v.prefetch((expand.columns.b,), line)
         pack_h(expand, read_scaling(expand.factors), packed)
         while row < of.end:
             tiles = min(of.end - row, LANES * len(MANY_TILES)) // LANES
             of_rows = rows_of_scales(of.scales, row, LANES * tiles, spare)
             place = (following(expand.columns, row - of.row), of_rows, tiles)
-            steps, i, h = steps_of(distance, b_row, rank), expand.start, packed
+            steps, i, h = steps_of(b_row, rank), expand.start, packed
             while i + 8 <= end:
-                int8_rows(kind_y, y_ahead, place, rank, steps, v.rows(expand.y, i, EIGHT), h)
+                int8_rows(kind_y, place, rank, steps, v.rows(expand.y, i, EIGHT), h)
                 i, h, steps = i + 8, h + 32 * rank, NO_STEPS
             if i + 4 <= end:
-                int8_rows(kind_y, y_ahead, place, rank, steps, v.rows(expand.y, i, FOUR), h)
+                int8_rows(kind_y, place, rank, steps, v.rows(expand.y, i, FOUR), h)
                 i, h, steps = i + 4, h + 16 * rank, NO_STEPS
             if i + 2 <= end:
-                int8_rows(kind_y, y_ahead, place, rank, steps, v.rows(expand.y, i, TWO), h)
+                int8_rows(kind_y, place, rank, steps, v.rows(expand.y, i, TWO), h)
                 i, h, steps = i + 2, h + 8 * rank, NO_STEPS
             if i < end:
-                int8_rows(kind_y, y_ahead, place, rank, steps, v.rows(expand.y, i, ONE), h)
+                int8_rows(kind_y, place, rank, steps, v.rows(expand.y, i, ONE), h)
             row += LANES * tiles
 
     return compiled(run)
@@ -145,7 +141,7 @@ def pack_h(expand, scaling, to):
 
 
 @inlined
-def int8_rows(kind_y, y_ahead, place, rank, steps, y_rows, packed_h):
+def int8_rows(kind_y, place, rank, steps, y_rows, packed_h):
     """Add to `tiles` times 16 columns of some rows of y; h is as `pack_h` stored it."""
     (b, b_row, bias_dtype, bias, bias_size, _, column), of_rows, tiles = place
     distance, apart, on, turn, row, fetched = steps
@@ -157,8 +153,6 @@ def int8_rows(kind_y, y_ahead, place, rank, steps, y_rows, packed_h):
         ahead = b + distance
         for i in range(row, LANES):
             v.prefetch((ahead,), i * b_row + fetched)
-        if y_ahead > 0:
-            v.prefetch(y_rows, v.size(kind_y) * column + y_ahead)
         sums = v.zeros((0, 0), y_rows)
         j, h = 0, packed_h
         if rank == 16 and b_row == 16:

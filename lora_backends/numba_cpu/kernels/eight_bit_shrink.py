@@ -79,66 +79,56 @@ def shrink_dots(kind: Any) -> Any:
     Both are multiplied as `kind`, float32 or bfloat16. int8 is widened once for up to 8 tokens.
     """
     like = (0,) * (kind.itemsize // 2)  # vectors for 32 elements
-    inputs, distance, cache, in_order = PAIR_BLOCKS if len(like) == 1 else FLOAT32_BLOCKS
-    level, blocks = (0,) * cache, (inputs, distance, int(in_order))
+    blocks = PAIR_BLOCKS if len(like) == 1 else FLOAT32_BLOCKS
 
     def run(address):
         of, t = fields(Panel, address), 0
         # each group is multiplied by all rows of a, one chunk of the inputs after the other
         while t + 8 <= of.tokens:
-            dot_columns(like, level, blocks, two_rows, TWO, of, t, EIGHT)
+            dot_columns(like, blocks, two_rows, TWO, of, t, EIGHT)
             t += 8
         if t + 4 <= of.tokens:
-            dot_columns(like, level, blocks, four_rows, FOUR, of, t, FOUR)
+            dot_columns(like, blocks, four_rows, FOUR, of, t, FOUR)
             t += 4
         if t + 2 <= of.tokens:
-            dot_columns(like, level, blocks, four_rows, FOUR, of, t, TWO)
+            dot_columns(like, blocks, four_rows, FOUR, of, t, TWO)
             t += 2
         if t < of.tokens:
-            dot_columns(like, level, blocks, four_rows, FOUR, of, t, ONE)
+            dot_columns(like, blocks, four_rows, FOUR, of, t, ONE)
 
     return compiled(run)
 
 
 @inlined
-def dot_columns(like, level, blocks, rows_of_a, ranks, of, t, tokens):
+def dot_columns(like, blocks, rows_of_a, ranks, of, t, tokens):
     """Write columns of h, as many at a time as `ranks` has items, for some tokens from t on."""
     scratch, a_row, n, count = of.scratch, of.a_row, of.n, of.ranks
     x_rows, h_rows = v.rows(of.x, t, tokens), v.rows(of.h, t, tokens)
-    (size, distance, in_order), whole = blocks, n - n % (2 * LANES)
-    step = LINE * len(tokens)
-    copy_bytes = 2 * size * len(like) * len(tokens)
+    whole, step, size = n - n % (2 * LANES), LINE * len(tokens), blocks.inputs
+    copied = 2 * size * len(like) * len(tokens)
     for chunk in range(0, max(whole, 1), size):
         end, at = min(chunk + size, whole), scratch
         width = end - chunk
+        early = np.int64(0)  # rows of a to prefetch while x is copied
+        if blocks.in_order and chunk + t == 0:
+            early = min(count, blocks.ahead // max(width, 1) * len(ranks))
         # in the order of use: rows whose distance is a power of two compete for few sets of the
         # cache
-        first = min(count, distance // max(width, 1) * len(ranks))
-        if in_order == 0 or chunk + t > 0:
-            first = np.int64(0)
         for k in range(chunk, end, 2 * LANES):
-            for j in range(first):
-                v.prefetch_into(level, (of.a + j * a_row,), k)
+            for j in range(early):
+                v.prefetch((of.a + j * a_row,), k)
             v.store_all(at, LINE, v.load_wide(v.BFLOAT16, x_rows, k, like))
             at += step * len(like)
         for j in range(0, count, len(ranks)):
             a_rows = rows_of_a(of.a + j * a_row, a_row, count - j)
-            begun, sums = scratch + copy_bytes + j * step, v.zeros(ranks, tokens)
+            begun, sums = scratch + copied + j * step, v.zeros(ranks, tokens)
             if chunk > 0:
                 sums = v.load_all(begun, sums)
-            if in_order == 0:
-                new_chunk = end < whole and j + len(ranks) >= count
-                ahead, to_next = ahead_of(
-                    distance, width, len(ranks) * a_row, -j * a_row, new_chunk
-                )
-            else:
-                rows_on = max(1, distance // max(width, 1)) * len(ranks)
-                ahead, to_next = rows_ahead(rows_on, (j, count, a_row), chunk, width, end < whole)
+            ahead = ahead_of(blocks, len(ranks), (j, count, a_row), (chunk, width, end < whole))
             k, at = chunk, scratch
             while k < end:
                 if t == 0:  # a is not in a cache yet
-                    at_a = k + ahead + (to_next if k + ahead >= end else 0)
-                    v.prefetch_into(level, a_rows, at_a)
+                    v.prefetch(a_rows, k + ahead)
                 a, x = v.load_wide(v.INT8, a_rows, k, like), v.load_all(at, v.zeros(tokens, like))
                 sums = v.add_wide(sums, a, x, like)
                 k += 2 * LANES
@@ -156,23 +146,25 @@ def dot_columns(like, level, blocks, rows_of_a, ranks, of, t, tokens):
 
 
 @function
-def ahead_of(distance, width, step, first, new_chunk):
-    """Return the prefetch distance, and the offset to add to it past the end of a chunk's rows."""
-    ahead, turns = min(distance, width), max(1, distance // max(width, 1))
-    if new_chunk:
-        return ahead, first  # back to the first row
-    return ahead, turns * step - width  # to the next rows; short rows need several
+def ahead_of(blocks, ranks, rows, columns):
+    """Return how many bytes past a chunk of row j of a to prefetch, `ranks` rows at a time.
 
-
-@function
-def rows_ahead(rows_on, rows, chunk, width, more):
-    """Return how far ahead the rows lie that are read `rows_on` rows later, and 0."""
+    A prefetch past the end of a fetches what follows in memory, or nothing; it never faults.
+    """
     j, count, a_row = rows
-    if j + rows_on < count:
-        return rows_on * a_row, np.int64(0)
-    if more:  # in the next chunk
-        return (min(j + rows_on - count, count - 1) - j) * a_row + width, np.int64(0)
-    return rows_on * a_row - chunk, np.int64(0)  # the rows that follow in memory are often next
+    chunk, width, more = columns
+    later = max(1, blocks.ahead // max(width, 1)) * ranks  # short rows need several turns
+    if blocks.in_order:
+        turns = (count + ranks - 1) // ranks * ranks
+        later = min(later, turns)
+        if j + later < count:
+            return later * a_row
+        if more:
+            return (later - turns) * a_row + width  # the first rows of the next chunk
+        return later * a_row - chunk  # the rows that follow in memory are often next
+    if more and j + ranks >= count:
+        return width - j * a_row  # the first row of the next chunk
+    return later * a_row
 
 
 @function

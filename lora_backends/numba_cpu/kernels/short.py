@@ -62,7 +62,7 @@ def expand_short(kind: Any, kind_y: Any) -> Any:
         of = fields(Expand, address)
         scaling, i, end = read_scaling(of.factors), of.start, of.stop
         kinds = (kind, kind_y)
-        steps = steps_of(EXPAND_AHEAD, of.columns.b_row, of.factors.rank * v.size(kind))
+        steps = steps_of(of.columns.b_row, of.factors.rank * v.size(kind))
         while i + 8 <= end:
             expand_rows(PLAIN, kinds, of, scaling, steps, i, EIGHT)
             i, steps = i + 8, NO_STEPS
@@ -88,7 +88,7 @@ def expand_multiplied(kind: Any, kind_y: Any) -> Any:
         of = fields(Expand, address)
         scaling, i, end = read_scaling(of.factors), of.start, of.stop
         kinds = (kind, kind_y)
-        steps = steps_of(EXPAND_AHEAD, of.columns.b_row, of.factors.rank * v.size(kind))
+        steps = steps_of(of.columns.b_row, of.factors.rank * v.size(kind))
         while i + 4 <= end:
             expand_rows(MULTIPLIED, kinds, of, scaling, steps, i, FOUR)
             i, steps = i + 4, NO_STEPS
@@ -264,16 +264,16 @@ def add_column(kinds, at, of, scaling):
 
 
 @function
-def steps_of(ahead, b_row, width):
+def steps_of(b_row, width):
     """Return how to prefetch later rows of b: (distance, apart, on, turn, row, column).
 
     Each vector of columns prefetches four lines, `apart` bytes apart. The first vector starts
     `distance` bytes ahead, each next one `on` bytes further, every fourth one `turn` bytes.
     """
     if b_row == width:  # no gaps: line after line
-        return ahead, LINE, 4 * LINE, 4 * LINE, LANES, 0
+        return EXPAND_AHEAD, LINE, 4 * LINE, 4 * LINE, LANES, 0
     # all lines of 16 rows at once would stall other loads
-    distance = LANES * b_row * max(1, ahead // (LANES * width + 1))
+    distance = LANES * b_row * max(1, EXPAND_AHEAD // (LANES * width + 1))
     rest = width % LINE
     # If rows end within a line, these steps reach the last line, at `column`, only in the first
     # `row` rows; the last lines of the other rows are prefetched first.

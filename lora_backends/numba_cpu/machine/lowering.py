@@ -398,12 +398,12 @@ def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-def prefetch_line(builder: Any, address: Any, level: int = 1) -> None:
-    """Bring the cache line of an address into a cache of a level, 1 or 2."""
+def prefetch_line(builder: Any, address: Any) -> None:
+    """Bring the cache line of an address into the first-level cache."""
     pointer = builder.inttoptr(address, I8.as_pointer())
     signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 4 - level, 1))])
+    builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 3, 1))])
 
 
 def call_function(builder: Any, address: Any, result: Any, *args: Any) -> Any:

@@ -210,10 +210,6 @@ def prefetch(rows: Addresses, offset: int) -> None:
     del rows, offset
 
 
-def prefetch_into(level: tuple[Any, ...], rows: Addresses, offset: int) -> None:
-    del level, rows, offset
-
-
 def read(kind: Marker, address: int) -> np.float32:
     value: np.float32 = _elements(kind, address, 1)[0]
     return value

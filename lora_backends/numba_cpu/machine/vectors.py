@@ -380,13 +380,6 @@ def prefetch(builder: Any, rows: Any, offset: Any) -> Any:
         lowering.prefetch_line(builder, builder.add(address, offset))
 
 
-@operation(plain.prefetch_into, types.void)
-def prefetch_into(builder: Any, level: Any, rows: Any, offset: Any) -> Any:
-    """prefetch_into(level, addresses, n): `prefetch` into the cache of level ``len(level)``."""
-    for address in rows:
-        lowering.prefetch_line(builder, builder.add(address, offset), len(level))
-
-
 @operation(plain.read, types.float32)
 def read(builder: Any, kind: Any, address: Any) -> Any:
     """read(kind, address): one element as float32."""
