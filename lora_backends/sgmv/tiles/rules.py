@@ -34,6 +34,7 @@ _MOST_PLANES = 32  # of h: the expand reads them all back
 _SHORT_INPUT = 2048  # in_features below which most small batches sum in one order
 _LONG_INPUT = 8192  # in_features from which more parts are faster
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
+_TILE_INPUTS = 1024  # of a program of the shrink, for one tile of a high rank
 _ROW_INPUTS = 1024  # per step of a shrink of 8 bits without a matrix product
 _SHARED_BYTES = 128 * 1024  # shared memory for the loads in flight
 
@@ -124,6 +125,8 @@ def _shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTil
     stacked = power_of_two(layer.stacked)
     long, narrow = layer.in_features >= _LONG_INPUT, padded_rank(layer.max_rank) == 16
     single = layer.num_slices == 1
+    if rows == 1 and _is_tile_of_high_rank(batch, layer):
+        return _shrink_one_tile(layer)
     if rows == 1:
         block_n, programs, planes = 16, 128, 28 if long and narrow else 16
     elif rows >= _MANY_ROWS:
@@ -140,6 +143,24 @@ def _shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTil
     if block_n == 16 and batch.tile_tokens == 16 and (rows >= _MANY_ROWS or long):
         return ShrinkTiles(block_n, 256, split_k, warps_k=4)
     return ShrinkTiles(block_n, 128, split_k, num_stages=4)
+
+
+def _is_tile_of_high_rank(batch: BatchShape, layer: LayerShape) -> bool:
+    """Return whether `_shrink_one_tile` gives the sizes, for a batch of one row of the grid."""
+    high = layer.item_bytes == 2 and padded_rank(layer.max_rank) >= 64
+    # shorter inputs are summed in one order by most small batches, see `_are_alone`
+    return batch.tile_tokens == 16 and high and layer.in_features >= _SHORT_INPUT
+
+
+def _shrink_one_tile(layer: LayerShape) -> ShrinkTiles:
+    """Give a program 1,024 inputs, whose loads are all in flight together, in four steps.
+
+    More programs would shorten the shrink less than their planes of h lengthen the expand.
+    """
+    blocks = -(-layer.stacked // MIN_DOT)
+    planes = min(-(-layer.in_features // _TILE_INPUTS), 128 // blocks)
+    split_k = _planes(layer.in_features, planes)
+    return ShrinkTiles(MIN_DOT, 256, split_k, warps_k=4, num_stages=4)
 
 
 def _shrink_many_adapters(rows: int, layer: LayerShape) -> ShrinkTiles:

@@ -96,6 +96,7 @@ CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
         (ODD, (1, 1), None, ALL),
         (NARROW, (2048, 8), None, ("linear",)),
         (PRIME, (16, 8), None, ("beside",)),
+        (PRIME, (16, 1), None, ("linear",)),  # four groups of warps in the shrink
     ],
     ("triton", "i8"): [
         (QKV, (64, 8), None, ("factors e4m3",)),

@@ -25,6 +25,7 @@ from lora_backends.sgmv.tiles.sizes import (
     TMA_BYTES,
     BatchShape,
     LayerShape,
+    ShrinkTiles,
     padded_rank,
     shrink_bytes,
     tile_faults,
@@ -189,10 +190,33 @@ def test_tma_loads_of_b_are_for_long_batches_of_16_bit_weights():
 def test_inputs_of_any_width_are_split_over_many_programs(inputs, tokens, active):
     """In steps of 256, 11008 inputs are a prime and 9728 and 18944 twice a prime."""
     batch = BatchShape(tokens, active, tile_tokens(tokens, active))
-    for rank in (16, 64):
+    for rank in (16,) if (tokens, active) == (16, 1) else (16, 64):
         layers = (LayerShape(1, rank, k, 4096, 2) for k in (inputs, 16384))
         chosen, even = (choose_tiles(batch, layer).shrink.split_k for layer in layers)
         assert chosen * 2 >= min(16, even)
+
+
+@pytest.mark.parametrize("tokens", [2, 7, 16, 31])
+def test_a_program_takes_1024_inputs_for_one_tile_of_a_high_rank(tokens):
+    """An expand of few tokens waits for every plane of h."""
+    batch = BatchShape(tokens, 1, 16)
+    measured = ((1, 4096, 4096), (3, 4096, 6144), (2, 4096, 28672), (1, 14336, 4096))
+    for slices, inputs, outputs in measured:
+        shrink = choose_tiles(batch, LayerShape(slices, 64, inputs, outputs, 2)).shrink
+        assert shrink == ShrinkTiles(16, 256, inputs // 1024, warps_k=4, num_stages=4)
+    for rank, inputs in itertools.product((33, 64, 128), (2048, 5120, 9728, 11008, 18944)):
+        shrink = choose_tiles(batch, LayerShape(1, rank, inputs, 4096, 2)).shrink
+        steps = -(-inputs // (256 * shrink.split_k))
+        assert (shrink.block_n, shrink.block_k, shrink.warps_k) == (16, 256, 4)
+        assert 4 <= steps <= 8 and 256 * steps * shrink.split_k < 1.13 * inputs
+
+
+def test_more_tiles_low_ranks_and_float32_take_more_parts_of_the_inputs():
+    one, layer = BatchShape(16, 1, 16), LayerShape(1, 64, 4096, 4096, 2)
+    others = [(BatchShape(16, 8, 16), layer)]
+    others += [(one, replace(layer, max_rank=32)), (one, replace(layer, item_bytes=4))]
+    for batch, other in others:
+        assert choose_tiles(batch, other).shrink.split_k >= 8
 
 
 @pytest.mark.parametrize("item_bytes", [1, 2])
