@@ -14,7 +14,13 @@ from lora_backends.sgmv.blends.launch import kernels_of
 from lora_backends.sgmv.blends.plan import choose_cut, cut_tiles, room_of
 from lora_backends.sgmv.launching.kernel import SpecializedKernel
 from lora_backends.sgmv.tiles.rules import tile_tokens
-from lora_backends.sgmv.tiles.sizes import ExpandTiles, ShrinkTiles, TileConfig
+from lora_backends.sgmv.tiles.sizes import (
+    BatchShape,
+    ExpandTiles,
+    LayerShape,
+    ShrinkTiles,
+    TileConfig,
+)
 from lora_backends.sgmv.tiles.source import fixed_source
 
 SLOTS, RANK, INPUTS, WIDTHS = 3, 8, 48, (32, 17, 40)
@@ -100,6 +106,34 @@ def test_factors_follow_the_formula(engine, device, dtype, has_bias):
     assert torch.equal(y[2], base[2])
     h = engine.run_lora_a(x, weights, plan)
     agree(engine.run_lora_b(h, weights, plan, base.clone()), expected, base, dtype)
+
+
+@pytest.mark.parametrize("name", ["triton", "csgmv"])
+def test_one_tile_of_a_high_rank_follows_the_formula(name, device):
+    """Groups of warps share out a step of 256 inputs, and the last of 2,100 fill no step."""
+    slots, inputs, outputs = 3, 2100, (40, 24)
+    a, b = rows(slots * 2 * 64, inputs, device), rows(slots * 64, 64, device, seed=3)
+    weights = LoRAWeights(
+        lora_a=(a / inputs**0.5).bfloat16().reshape(slots, 2, 64, inputs),
+        lora_b=b.bfloat16().reshape(slots, 64, 64),
+        ranks=torch.tensor([[64, 64], [64, 33], [0, 64]], dtype=torch.int32),
+        scalings=torch.tensor([[0.5, 2], [0.25, 1], [1, 1]]),
+        output_slices=outputs,
+    )
+    batch = LoRABatch([1] * 5 + [-1] + [1] * 8, slots)
+    x, base = rows(14, inputs, device, torch.bfloat16), rows(14, 64, device, torch.bfloat16, seed=2)
+    engine = get_backend(name, device=device)
+    plan = engine.prepare_batch(batch)
+    chosen = engine.tile_source.choose_tiles(
+        BatchShape(14, 1, plan.tile_tokens), LayerShape(2, 64, inputs, 64, 2)
+    )
+    assert (chosen.shrink.block_k, chosen.shrink.warps_k) == (256, 4)
+    y = engine.run_linear(x, weights, plan, base.clone())
+    expected = reference(device).run_linear(
+        x, weights, reference(device).prepare_batch(batch), base.clone()
+    )
+    agree(y, expected, base, torch.bfloat16)
+    assert torch.equal(y[5], base[5])
 
 
 @pytest.mark.parametrize("spread", [False, True])
