@@ -29,19 +29,24 @@ TABLES = {
     "starts_ptr": "*i32",
 }
 GATE_UP, GPT = (2, 16, 2048, (768, 768), False), (2, 16, 2880, (2880, 2880), True)
-ODD = (3, 130, 77, (33, 7, 1), False)
+DOWN, ODD = (1, 16, 768, (2048,), False), (3, 130, 77, (33, 7, 1), False)
 CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
     "bf16": [
         ((8, 8, 16), GATE_UP, 8, False),
-        ((512, 400, 16), (2, 16, 2048, (1024, 1024), False), 8, False),  # two blocks a program
+        ((128, 82, 16), GATE_UP, 8, False),  # pair by pair, A after the rank
+        ((512, 413, 16), DOWN, 8, False),  # groups of warps share a step; two blocks a program
         ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
-        ((32768, 1024, 64), (1, 16, 768, (2048,), False), 8, False),
+        ((32768, 1024, 64), DOWN, 8, False),
         ((1024, 128, 16), GPT, 4, False),
         ((37, 9, 128), ODD, 1, True),
     ],
-    "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False)],
+    "fp32": [
+        ((8, 8, 16), GATE_UP, 8, False),
+        ((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False),
+    ],
     "i8": [
         ((512, 512, 16), GATE_UP, 8, False, "int8", (1, None)),
+        ((512, 252, 16), (1, 16, 2048, (1024,), False), 4, False, "int8", (1, None)),  # groups
         ((32768, 1024, 64), (1, 16, 768, (1024,), False), 8, False, "int8", (None, None)),
         ((512, 512, 16), GATE_UP, 8, False, "float8_e4m3fn", (1, None)),
         ((37, 37, 16), (2, 20, 77, (33, 33), True), 1, True, "float8_e5m2", (4, 16)),
@@ -54,6 +59,7 @@ def routing_kernels(programmatic):
     from lora_backends.sgmv.experts import routing
 
     yield routing._compare(8, 8, 128, False, (16, True), programmatic)
+    yield routing._compare(16, 8, 128, True, (16, True), programmatic)  # several, of one warp each
     yield routing._compare(512, 8, 128, True, (16, False), programmatic)
     yield routing._count(8, 128, True, programmatic)
     yield routing._scatter(128, (64, False), 8192, 32768, programmatic)

@@ -88,6 +88,46 @@ def test_every_live_pair_stands_in_one_tile_of_its_slot_and_expert(make, device,
     assert int(routing.count[0]) <= routing.max_tiles
 
 
+@pytest.mark.parametrize(
+    ("shape", "mapped", "programs"),
+    [
+        ((1, 8), True, 1),
+        ((3, 3), False, 3),
+        ((17, 1), True, 5),
+        ((73, 7), True, 128),  # 511 pairs
+        ((64, 8), False, 128),
+        ((171, 3), True, 5),  # 513 pairs are counted, 128 to a program
+    ],
+)
+def test_pairs_are_compared_four_to_a_program_up_to_512(
+    device, monkeypatch, shape, mapped, programs
+):
+    """Dead pairs among them: of tokens without an adapter, and of experts of another rank."""
+    backend, rows = make_engine("triton", device), []
+    launches = routing_of_pairs._launches
+
+    def noted(*given):
+        for launch in launches(*given):
+            rows.append(launch[0])
+            yield launch
+
+    monkeypatch.setattr(routing_of_pairs, "_launches", noted)
+    batch, ids, weights = choice(*shape, device, seed=3)
+    mapping, local = None, ids
+    if mapped:
+        ids = ids.clamp(max=EXPERTS - 1)
+        mapping = torch.tensor([4, -1, 0, 6, -1, 2, 1], dtype=torch.int32, device=device)
+        local = torch.where(ids < 0, -1, mapping[ids.clamp(min=0).long()])
+    plan, routing, counted = backend.prepare_batch(batch), None, ids.numel() > 512
+    for _ in range(1 if programs == 128 else 2):  # the second over what the first one left
+        routing = backend.prepare_experts(plan, ids, weights, EXPERTS, mapping, out=routing)
+        found = tiles_of(routing)
+        if counted:
+            found = {key: sorted(pairs) for key, pairs in found.items()}
+        assert found == pairs_of(batch, local)
+    assert set(rows) == {programs}
+
+
 def test_a_routing_is_refilled_over_and_over(make, device, way):
     backend, routing = make(), None
     for seed in range(5):
