@@ -19,7 +19,7 @@ KERNELS = {  # by label
     "csgmv bf16": ("shrink", "expand", "gather"),
     "blends bf16": ("shrink", "blend_shrink", "blend_expand", "add_planes"),
     "experts bf16": ("shrink", "expand", "sum", "product", "dx", "sum_pairs", "outer")
-    + ("compare", "count", "scatter"),
+    + ("alone", "compare", "count", "scatter"),
     "backward bf16": ("dh", "dx", "outer", "sum", "add_pieces", "add_planes", "add_columns"),
 }
 

@@ -211,7 +211,8 @@ def parts_of(kernel: SpecializedKernel) -> int:
 def tiles_of(routing: SgmvRouting, parts: int) -> tuple[tuple[torch.Tensor, ...], int]:
     """Return the tables of a kernel's tiles, and the rows of its grid; `parts` as `parts_of`."""
     if not parts:
-        return (routing.order, routing.singles, routing.count), routing.num_pairs
+        singles = routing.tiles if routing.shape.alone else routing.singles
+        return (routing.order, singles, routing.count), routing.num_pairs
     return (routing.order, routing.tiles, routing.count), routing.max_tiles * parts
 
 

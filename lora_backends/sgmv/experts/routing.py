@@ -1,4 +1,8 @@
-"""The routing of a layer: pairs sorted by key on the device, in memory that keeps its addresses."""
+"""The routing of a layer: pairs sorted by key on the device, in memory that keeps its addresses.
+
+It holds a copy of the router's choice. The shrink cannot read `topk_ids` in its place: the caller
+may overwrite them, and a graph of the shrink alone follows routings that are refilled outside.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.experts import ExpertRouting
 from lora_backends.sgmv.experts import routing_kernels
-from lora_backends.sgmv.experts.rules import PairShape, expected_keys, tile_pairs
+from lora_backends.sgmv.experts.rules import PairShape, expected_keys, pair_shape
 from lora_backends.sgmv.kernels.operands import RoutingSizes
 from lora_backends.sgmv.launching.kernel import (
     INTERPRETED,
@@ -35,6 +39,7 @@ MOST_COMPARED = 512
 """Pairs up to which each pair is compared with all others; more are counted by key."""
 
 _OWN = 128  # pairs of a program that counts
+_OWN_ALONE = 32  # pairs of a program that sorts nothing: one a thread
 _RECORD = routing_kernels.RECORD.value  # int32 values of a tile
 _MOST_KEYS = 2**31 - 1
 _MOST_PAIRS = 2**31 - _OWN
@@ -56,6 +61,10 @@ class SgmvRouting(ExpertRouting):
     A tile's values are slot, expert, first place, pairs and first pair. Tiles may stand in any
     order, and the pairs of an expert too where there are many. Where few pairs share an expert of a
     slot, `singles` has a tile for each of them, in the order of their places.
+
+    Where `shape.alone` holds, nothing is sorted: pair i stands at place i and is tile i, whose
+    number of pairs is 0 if it is dead. `tiles` then serves in the place of `singles`, which is
+    empty.
     """
 
     num_slots: int  # that keys are made of
@@ -63,7 +72,7 @@ class SgmvRouting(ExpertRouting):
     order: Tensor  # [num_tokens * top_k] int32, the pair at every place
     tiles: Tensor  # [max_tiles, 8] int32; three values are unused
     singles: Tensor  # [num_tokens * top_k, 8] int32, or [0, 8]
-    count: Tensor  # [2] int32, tiles in use, and live pairs where there are singles
+    count: Tensor  # [2] int32, tiles in use, and those of single pairs
     scratch: tuple[Tensor, ...]  # counters and keys that the sort keeps between launches
     of_tokens: PairShape | None  # of `tokens`; None: tokens are never sorted
     tokens: SgmvRouting | None = field(default=None, init=False)
@@ -96,9 +105,11 @@ def make_routing(
     """
     tokens, top_k = topk_ids.shape
     if fixed is None:
-        keys = expected_keys(tokens, top_k, num_experts, plan.active_slots)
-        shape = PairShape(tokens * top_k, keys, tile_pairs(tokens * top_k, keys))
-        by_slot = PairShape(tokens, plan.active_slots, tile_pairs(tokens, plan.active_slots))
+        slots = plan.active_slots
+        # tokens that one slot can have: after a refill of a plan with room all of them
+        most = tokens if plan.has_room else tokens - slots + 1
+        keys = expected_keys(tokens, top_k, num_experts, slots)
+        shape, by_slot = pair_shape(tokens * top_k, keys, most), pair_shape(tokens, slots, most)
     else:
         shape = by_slot = fixed
     return _new_routing(
@@ -116,12 +127,14 @@ def _new_routing(
             f"too many experts for one routing\n  given: {plan.num_slots} slots of {num_experts} "
             f"experts, {pairs} pairs\n  allowed: below 2**31 of slots times experts, and of pairs"
         )
-    singles, tiles = pairs if shape.has_singles else 0, max_runs(pairs, num_keys, shape.tile)
+    singles = pairs if shape.has_singles and not shape.alone else 0
+    tiles = max(1, pairs) if shape.alone else max_runs(pairs, num_keys, shape.tile)
     # in int32 values; the sort needs zeros in its counters, and `sort_tokens` in the experts
-    scratch = (2,) if pairs <= MOST_COMPARED else (pairs, pairs, 2 * num_keys, 2)
+    is_compared = shape.alone or pairs <= MOST_COMPARED
+    scratch = (2,) if is_compared else (pairs, pairs, 2 * num_keys, 2)
     sizes = 2 * pairs, pairs, pairs, tiles * _RECORD, singles * _RECORD, 2, *scratch
     ids, factors, order, of_tiles, of_singles, count, *scratches = _zeros(sizes, device)
-    if pairs <= MOST_COMPARED:
+    if is_compared:
         scratches = [scratches[0].view(torch.int64)]
     else:
         scratches[2] = scratches[2].view(2, num_keys)
@@ -202,6 +215,11 @@ def _launches(
 ) -> Iterator[tuple[int, SpecializedKernel, Arguments]]:
     """Yield the rows of the grid, the kernel and the arguments of each launch that sorts pairs."""
     pairs, kept = routing.num_pairs, (routing.topk_ids, routing.topk_weights)
+    if routing.shape.alone:
+        tensors = (*inputs, *kept, routing.order, routing.tiles, routing.count)
+        rows = -(-pairs // _OWN_ALONE)
+        yield rows, _alone(*shape, programmatic), Arguments(tensors, (), (pairs, *strides))
+        return
     results = (routing.order, routing.tiles, routing.singles, routing.count)
     cut = routing.shape.tile, routing.shape.has_singles
     if pairs <= MOST_COMPARED:
@@ -271,6 +289,12 @@ def sort_tokens(routing: SgmvRouting, programmatic: bool) -> SgmvRouting:
     # it depends on the plan alone, but is done for every call: a captured graph follows its refills
     sort_pairs(tokens, routing.plan, *choice, None, programmatic)
     return tokens
+
+
+@lru_cache(maxsize=1024)
+def _alone(top_k: int, num_experts: int, has_map: bool, programmatic: bool) -> SpecializedKernel:
+    sizes = RoutingSizes(num_experts, _OWN_ALONE, programmatic, top_k, has_map)
+    return _kernel(routing_kernels.alone_kernel, sizes, 1)
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,8 @@ tile's record has five values: slot, expert, first place, pairs, first pair. Rec
 order, so that they can be handed out by a counter; a pair's result depends on neither its tile nor
 its place. With SINGLES every pair also has a record for itself, at its place.
 
+Where few pairs share a key, nothing is sorted: every pair is a tile, at the place of its number.
+
 Axes: P (pairs of this program), Q (pairs to compare with), K (keys).
 """
 
@@ -87,6 +89,49 @@ def _store_records(tiles_ptr, row, records, mask, S: tl.constexpr):
     tl.store(at + 2, records.place, mask=mask)
     tl.store(at + 3, records.count, mask=mask)
     tl.store(at + 4, records.pair, mask=mask)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def alone_kernel(
+    ids_ptr,
+    weights_ptr,
+    map_ptr,
+    slots_ptr,
+    experts_ptr,
+    factors_ptr,
+    order_ptr,
+    tiles_ptr,
+    count_ptr,
+    pairs,
+    ids_stride_t,
+    ids_stride_j,
+    weights_stride_t,
+    weights_stride_j,
+    num_mapped,
+    PROGRAMS: tl.constexpr,
+    SIZES: tl.constexpr,
+):
+    """Make every pair a tile, a dead one a tile of no pair."""
+    if SIZES.PROGRAMMATIC:
+        gdc_wait()
+        gdc_launch_dependents()
+    p = tl.program_id(0) * SIZES.OWN + tl.arange(0, SIZES.OWN)  # [P]
+    choice = Choice(
+        ids=ids_ptr, ids_stride_t=ids_stride_t, ids_stride_j=ids_stride_j, weights=weights_ptr,
+        weights_stride_t=weights_stride_t, weights_stride_j=weights_stride_j, map=map_ptr,
+        mapped=num_mapped, slots=slots_ptr, pairs=pairs,
+    )  # fmt: skip
+    expert = _experts_of(p, choice, SIZES)
+    key = _keys_of(p, choice, expert, SIZES)
+    _keep(p, choice, expert, experts_ptr, factors_ptr, SIZES)
+    inside, live = p < pairs, key != DEAD
+    tl.store(order_ptr + p, p, mask=inside)
+    key = tl.where(live, key, 0)  # an index that may be loaded from
+    records = Records(key=key, place=p, count=live.to(tl.int32), pair=p)
+    _store_records(tiles_ptr, p, records, inside, SIZES)
+    if tl.program_id(0) == 0:
+        tl.store(count_ptr, pairs)
+        tl.store(count_ptr + 1, pairs)
 
 
 @triton.jit(do_not_specialize=["pairs"])

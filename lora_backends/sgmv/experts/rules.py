@@ -32,6 +32,7 @@ _MANY_TILES = 200  # from this number of blocks on, a shrink needs no split
 # Pairs per key below which the expand runs pair by pair, without a matrix product, by padded rank.
 # Pairs of one key then read its B once each, the first from memory and the others from L2.
 _ALONE = 1.13  # for other ranks, and for the shrink: nearly every pair has its key to itself
+_MOST_ALONE = 16  # pairs that a key may have where nothing is sorted
 _SHARING = {16: 1.8}  # for 16 bits if max_rank is the padded rank, so that no load is masked
 _SHARING_OF_8 = {16: 2.6, 32: 1.8, 64: 1.35}
 _SHARING_OF_8_FEW = 5.0  # for 8 bits of rank 16 and fewer than _FEW_PAIRS
@@ -60,6 +61,7 @@ class PairShape:
     pairs: int  # of a token and an expert, dead ones included
     keys: int  # pairs of a slot and an expert that are expected to be in use
     tile: int  # most pairs per tile
+    alone: bool = False  # every pair is a tile of its own, so that nothing is sorted
 
     @property
     def each(self) -> float:
@@ -125,6 +127,17 @@ def expected_keys(tokens: int, top_k: int, num_experts: int, active_slots: int) 
     slots = max(1, min(active_slots, tokens))
     missed = math.pow(1 - min(1.0, top_k / num_experts), tokens / slots)
     return max(1, round(slots * num_experts * (1 - missed)))
+
+
+def pair_shape(pairs: int, keys: int, most: int) -> PairShape:
+    """Return the shape of a routing; `most`: pairs that a key can have.
+
+    >>> pair_shape(8, 8, 1).alone, pair_shape(8, 8, 100).alone, pair_shape(80, 8, 10).alone
+    (True, False, False)
+    """
+    shape = PairShape(pairs, keys, tile_pairs(pairs, keys))
+    # the expected keys are a guess: few tokens bound what a worse batch or a refill costs
+    return replace(shape, alone=shape.each < _ALONE and most <= _MOST_ALONE)
 
 
 def tile_pairs(pairs: int, keys: int) -> int:

@@ -40,10 +40,7 @@ CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), to
         ((1024, 128, 16), GPT, 4, False),
         ((37, 9, 128), ODD, 1, True),
     ],
-    "fp32": [
-        ((8, 8, 16), GATE_UP, 8, False),
-        ((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False),
-    ],
+    "fp32": [((512, 420, 16), (2, 64, 2048, (768, 768), False), 8, False)],
     "i8": [
         ((512, 512, 16), GATE_UP, 8, False, "int8", (1, None)),
         ((512, 252, 16), (1, 16, 2048, (1024,), False), 4, False, "int8", (1, None)),  # groups
@@ -58,6 +55,7 @@ CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), to
 def routing_kernels(programmatic):
     from lora_backends.sgmv.experts import routing
 
+    yield routing._alone(8, 128, True, programmatic)
     yield routing._compare(8, 8, 128, False, (16, True), programmatic)
     yield routing._compare(16, 8, 128, True, (16, True), programmatic)  # several, of one warp each
     yield routing._compare(512, 8, 128, True, (16, False), programmatic)

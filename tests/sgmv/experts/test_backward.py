@@ -56,6 +56,23 @@ def test_many_pairs_have_the_gradients_of_the_definition(backend, slots):
         torch.testing.assert_close(own, right, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("reduce", [False, True])
+def test_pairs_that_are_not_sorted_have_the_gradients_of_the_definition(backend, reduce):
+    weights, device = on(backend.device, small_experts()), backend.device
+    plan = backend.prepare_batch(LoRABatch([3, 1, -1, 2, 0], 4))
+    ids = torch.tensor([[0, 2], [1, -1], [1, 0], [2, 0], [1, 2]], device=device)
+    routing = backend.prepare_experts(plan, ids, torch.rand(5, 2, device=device), 3)
+    assert routing.shape.alone
+    x, grad = torch.randn(5, 5, device=device), torch.randn(5, 2, 6, device=device)
+    grad = grad[:, 0] if reduce else grad
+    found = [
+        gradients(run, backend, grad, x, weights, routing, weighted=True, reduce=reduce)
+        for run in (type(backend).run_experts_backward, LoRABackend.run_experts_backward)
+    ]
+    for own, right in zip(*found, strict=True):
+        torch.testing.assert_close(own, right, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("widths", "rank", "interleaved"), [((33, 7, 1), 130, False), ((20, 20), 80, True)]

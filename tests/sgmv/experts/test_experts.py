@@ -42,10 +42,14 @@ def make(device):
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Return a function that cuts pairs into tiles of a size; with 1 kernels run pair by pair."""
+    """Return a function that cuts pairs into tiles of a size; with 1 kernels run pair by pair.
 
-    def cut_into(tile):
-        monkeypatch.setattr(routing, "tile_pairs", lambda *_: max(16, tile))
+    `alone`: each pair is a tile, whatever their size.
+    """
+
+    def cut_into(tile, alone=False):
+        monkeypatch.setattr(rules, "tile_pairs", lambda *_: max(16, tile))
+        monkeypatch.setattr(rules, "_MOST_ALONE", math.inf if alone else 0)
         monkeypatch.setattr(rules, "_ALONE", math.inf if tile == 1 else 0.0)
         monkeypatch.setattr(rules, "_SHARING", {})
         monkeypatch.setattr(rules, "_SHARING_OF_8", {})
@@ -133,6 +137,36 @@ def test_tiles_of_every_size_give_the_one_right_result(backend, cut, launched, n
     chosen = CASES[name]
     kit.check_experts(backend, chosen, chosen.build(backend.device))
     assert launched and all((expand_rows == 1) == (tile == 1) for _, expand_rows in launched)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("plain", 1),
+        ("down", 1),
+        ("summed, interleaved", 1),
+        ("one A for all experts", 1),
+        ("long ranks", 16),
+        ("one A and B", 16),
+        ("float16", 16),
+    ],
+)
+def test_pairs_that_are_not_sorted_give_the_one_right_result(
+    make, cut, launched, monkeypatch, name, rows
+):
+    """Kernels run pair by pair, or on tiles of a pair each; some pairs are dead."""
+    backend, chosen = make(), CASES[name]
+    cut(1, alone=True)
+    made, shape_of = [], routing.pair_shape
+    monkeypatch.setattr(
+        routing, "pair_shape", lambda *given: made.append(shape_of(*given)) or made[-1]
+    )
+    if rows > 1:
+        monkeypatch.setattr(rules, "_MOST_SINGLE_TILES", 0)
+        monkeypatch.setattr(rules, "_MOST_SINGLE_RANKS", 0)
+    kit.check_experts(backend, chosen, chosen.build(backend.device))
+    assert made and all(shape.alone for shape in made)
+    assert set(launched) == {(rows, rows)}
 
 
 @pytest.mark.parametrize("most_compared", [0, 512])
@@ -240,7 +274,7 @@ def test_pairs_counted_by_key_give_the_one_right_result(backend, monkeypatch, na
 @pytest.mark.parametrize("split_k", [1, 3])
 @pytest.mark.parametrize("tma", [False, True])
 def test_split_inputs_and_tma_give_the_one_right_result(make, monkeypatch, split_k, tma):
-    monkeypatch.setattr(routing, "tile_pairs", lambda *_: 128)
+    monkeypatch.setattr(rules, "tile_pairs", lambda *_: 128)
     original = rules.choose_tiles
 
     def choose(pairs, site, gpu):

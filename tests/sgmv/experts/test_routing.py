@@ -13,7 +13,7 @@ from helpers.engines import ON_GPU, make_engine
 from lora_backends import InvalidInputError, LoRABatch
 from lora_backends.sgmv import engine
 from lora_backends.sgmv.experts import routing as routing_of_pairs
-from lora_backends.sgmv.experts.rules import expected_keys, tile_pairs
+from lora_backends.sgmv.experts.rules import expected_keys, pair_shape, tile_pairs
 
 SLOTS, EXPERTS = 5, 7
 
@@ -24,12 +24,22 @@ def make(device, request):
     return partial(make_engine, request.param, device)
 
 
-@pytest.fixture(params=["compared", "counted"])
+@pytest.fixture(params=["alone", "compared", "counted"])
 def way(request, monkeypatch):
-    """Sort in one launch, or in two."""
-    if request.param == "counted":
-        monkeypatch.setattr(routing_of_pairs, "MOST_COMPARED", 0)
+    """Sort nothing, in one launch, or in two."""
+    take(request.param, monkeypatch)
     return request.param
+
+
+def take(way, monkeypatch):
+    """Route in a way, whatever the pairs of a key."""
+
+    def shape_of(*given):
+        return dataclasses.replace(pair_shape(*given), alone=way == "alone")
+
+    monkeypatch.setattr(routing_of_pairs, "pair_shape", shape_of)
+    if way == "counted":
+        monkeypatch.setattr(routing_of_pairs, "MOST_COMPARED", 0)
 
 
 def choice(tokens, top_k, device, seed=0):
@@ -44,6 +54,15 @@ def tiles_of(routing):
     """Return {(slot, expert): pairs in the order of places}, and check every tile on the way."""
     found, places = {}, {}
     used, live = routing.count.tolist()
+    if routing.shape.alone:
+        assert used == live == routing.num_pairs == len(routing.tiles)
+        assert routing.order.tolist() == list(range(used))
+        for i, (slot, expert, *rest) in enumerate(routing.tiles[:, :5].tolist()):
+            is_live = bool(rest[1])
+            assert rest == [i, is_live, i] and (is_live or slot == expert == 0)
+            if is_live:
+                found.setdefault((slot, expert), []).append(i)
+        return found
     for slot, expert, first, count, pair, *_ in routing.tiles[:used].tolist():
         assert pair == routing.order[first]
         assert 1 <= count <= routing.shape.tile
@@ -81,7 +100,7 @@ def test_every_live_pair_stands_in_one_tile_of_its_slot_and_expert(make, device,
     batch, ids, weights = choice(*shape, device)
     routing = backend.prepare_experts(backend.prepare_batch(batch), ids, weights, EXPERTS)
     found = tiles_of(routing)
-    if way == "compared" and ids.numel() <= routing_of_pairs.MOST_COMPARED:
+    if way == "alone" or ids.numel() <= routing_of_pairs.MOST_COMPARED:
         assert found == pairs_of(batch, ids)
     else:  # atomics number the pairs of a key
         assert {k: sorted(v) for k, v in found.items()} == pairs_of(batch, ids)
@@ -103,6 +122,7 @@ def test_pairs_are_compared_four_to_a_program_up_to_512(
     device, monkeypatch, shape, mapped, programs
 ):
     """Dead pairs among them: of tokens without an adapter, and of experts of another rank."""
+    take("compared", monkeypatch)
     backend, rows = make_engine("triton", device), []
     launches = routing_of_pairs._launches
 
@@ -157,7 +177,7 @@ def test_a_map_and_strided_choices_are_read(make, device, way):
 
 
 def test_keys_beyond_one_block_of_counts_are_placed(device, make, monkeypatch):
-    monkeypatch.setattr(routing_of_pairs, "MOST_COMPARED", 0)
+    take("counted", monkeypatch)
     backend = make()
     slots, experts = 3, 3000  # the counts of 9000 keys take two blocks
     tokens = 80  # 160 pairs take two programs
@@ -201,9 +221,11 @@ def test_a_copied_routing_outlives_the_original(make, device):
     assert torch.equal(backend.run_experts(x, layer, copied), y)
 
 
+@pytest.mark.parametrize("way", ["alone", "compared"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
-def test_a_copied_routing_can_be_refilled(make, device, copied):
+def test_a_copied_routing_can_be_refilled(make, device, monkeypatch, copied, way):
     """The copy of a routing with two live pairs, refilled with twelve."""
+    take(way, monkeypatch)
     backend, layer = make(), experts_layer(device)
     plan = backend.prepare_batch(LoRABatch([0, 1, 2, 3, 4, 0], SLOTS))
     ids = torch.arange(12, dtype=torch.int32, device=device).view(6, 2) % EXPERTS
@@ -276,6 +298,34 @@ def test_expected_keys_are_those_of_a_uniform_router():
     assert expected_keys(0, 2, 8, 0) >= 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "slots", "capacity", "alone"),
+    [
+        (1, 1, None, True),
+        (16, 8, None, True),
+        (16, 1, None, False),  # pairs share their experts
+        (64, 64, None, True),
+        (64, 50, None, True),  # one slot may have 15 tokens
+        (64, 45, None, False),
+        (16, 16, 16, True),
+        (17, 17, 17, False),  # a refill may give all tokens to one slot
+        (1, 1, 17, True),
+    ],
+)
+def test_nothing_is_sorted_where_pairs_have_keys_to_themselves(
+    device, tokens, slots, capacity, alone
+):
+    backend, top_k, experts = make_engine("triton", device), 2, 16
+    batch = LoRABatch([t % slots for t in range(tokens)], slots)
+    plan = backend.prepare_batch(batch, capacity=capacity)
+    ids = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % experts
+    weights = torch.ones(tokens, top_k, device=device)
+    routing = backend.prepare_experts(plan, ids, weights, experts)
+    assert routing.shape.alone == alone
+    found = tiles_of(routing)
+    assert sorted(p for pairs in found.values() for p in pairs) == list(range(tokens * top_k))
+
+
 def test_tiles_grow_with_the_pairs_of_a_key():
     sizes = [tile_pairs(pairs, 100) for pairs in (0, 100, 1000, 2000, 5000, 50000)]
     assert sizes == sorted(sizes) and sizes[0] == 16 and sizes[-1] == 128
@@ -294,7 +344,8 @@ def test_large_routings_are_sorted(make, device, shape):
 def test_a_routing_is_made_in_one_piece_of_memory(make, device, way):
     """And the tokens by slot are sorted only for an A that all experts share."""
     backend = make()
-    batch, ids, weights = choice(20, 3, device)
+    tokens = 5 if way == "alone" else 20
+    batch, ids, weights = choice(tokens, 3, device)
     routing = backend.prepare_experts(backend.prepare_batch(batch), ids, weights, EXPERTS)
     tables = (routing.topk_ids, routing.topk_weights, routing.order, routing.tiles)
     tables += (routing.singles, routing.count, *routing.scratch)
@@ -302,7 +353,7 @@ def test_a_routing_is_made_in_one_piece_of_memory(make, device, way):
     spans = sorted((table.data_ptr(), table.nbytes) for table in tables if table.numel())
     assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(spans))
     assert all((at - spans[0][0]) % 128 == 0 for at, _ in spans)
-    layer, x = experts_layer(device), torch.randn(20, 8, device=device)
+    layer, x = experts_layer(device), torch.randn(tokens, 8, device=device)
     backend.run_experts(x, layer, routing)
     assert routing.tokens is None
     shared = dataclasses.replace(layer, lora_a=layer.lora_a[:, :1])
