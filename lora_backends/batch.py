@@ -169,8 +169,8 @@ def _check_num_tokens(num_tokens: int) -> None:
 def _check_range(slots: Tensor, num_slots: int) -> None:
     if slots.numel() == 0:
         return
-    lowest, highest = map(int, slots.aminmax())
-    if lowest < NO_ADAPTER or highest >= num_slots:
+    values = slots.numpy()
+    if values.min() < NO_ADAPTER or values.max() >= num_slots:
         wrong = (slots < NO_ADAPTER) | (slots >= num_slots)
         index = wrong.nonzero()[0].tolist()
         raise InvalidInputError(
@@ -186,6 +186,8 @@ def _as_int64(values: Any, name: str, most_axes: int = 1) -> Tensor:
     Raises:
         InvalidInputError: what is wrong with `values`.
     """
+    if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1:
+        return torch.from_numpy(values.copy())  # as engines announce a batch, at every step
     shape = "one axis" if most_axes == 1 else "one axis, or [num_tokens, n] with n >= 1"
     tensor = _read(values, name, f"integers of {shape}")
     if tensor.ndim == 1 and tensor.numel() == 0:

@@ -8,12 +8,9 @@ from typing import Literal
 import torch
 from typing_extensions import override
 
-from lora_backends.batch import LoRABatch
-from lora_backends.csgmv.plan import CsgmvPlan, new_plan
+from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.engine import SgmvBackend
-from lora_backends.sgmv.layout import count_tokens
-from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 from lora_backends.sgmv.tiles.source import TileSource
 
 SEGMENT_SIZES = (16, 32, 64, 128)
@@ -71,20 +68,13 @@ class CsgmvBackend(SgmvBackend):
         self.segment_size = _checked_segment_size(segment_size)
 
     @override
-    def prepare_batch(
-        self, batch: LoRABatch, out: CsgmvPlan | None = None, capacity: int | None = None
-    ) -> CsgmvPlan:
-        counted = count_tokens(batch)
-        sizes = self.batch_to_tile(batch.num_tokens, counted.active)
-        tile_tokens = self.tile_source.tile_tokens(*sizes)
-        segment_size, group_size = segment_and_group(self.segment_size, tile_tokens)
-        plan = out
-        if plan is None:
-            fixed = capacity is None or self.segment_size != "auto"
-            segments = (segment_size,) if fixed else (*TILE_TOKENS, segment_size)
-            plan = new_plan(batch, capacity, segments, self.device)
-        plan.fill(batch, counted, segment_size, group_size)
-        return plan
+    def cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
+        tokens, slots = self.batch_to_tile(num_tokens, active_slots)
+        return segment_and_group(self.segment_size, self.tile_source.tile_tokens(tokens, slots))
+
+    @override
+    def run_sizes(self) -> tuple[int, ...]:
+        return super().run_sizes() if self.segment_size == "auto" else (self.segment_size,)
 
 
 def segment_and_group(segment_size: int | Literal["auto"], tile_tokens: int) -> tuple[int, int]:

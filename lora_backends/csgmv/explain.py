@@ -6,7 +6,7 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.csgmv import segment_and_group
-from lora_backends.csgmv.plan import CsgmvPlan, new_plan
+from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.explain import Explanation, Layer, Piece, table_device
 from lora_backends.sgmv.explain import Cut, explanation
 from lora_backends.sgmv.layout import EMPTY, count_tokens
@@ -34,7 +34,7 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     active = counted.active
     tile_tokens = source.tile_tokens(batch.num_tokens, active)
     segment, group = segment_and_group(SEGMENT_SIZE, tile_tokens)
-    plan = new_plan(batch, batch.num_tokens, (segment,), torch.device("cpu"))
+    plan = CsgmvPlan.with_room(batch, batch.num_tokens, (segment,), torch.device("cpu"))
     plan.fill(batch, counted, segment, group)
     return explanation(
         "csgmv",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from typing_extensions import override
 
@@ -61,21 +62,34 @@ class CsgmvPlan(SgmvPlan):
         starts = self.packed.as_strided((self.most_rows + 1,), (1,), at)
         return *layout.run_tables(self.packed, first, size, room), starts
 
-    def fill(self, batch: LoRABatch, counted: Counted, segment_size: int, group_size: int) -> None:
-        """Cut a batch into segments; the copy of the tables to the device is under way."""
+    @override
+    @classmethod
+    def packed_size(cls, capacity: int, num_slots: int, run_sizes: Sequence[int]) -> int:
+        # groups are never more than segments
+        groups = layout.max_runs(capacity, num_slots, min(run_sizes)) + 1
+        return super().packed_size(capacity, num_slots, run_sizes) + groups
+
+    @override
+    def stage(
+        self, staged: npt.NDArray[np.int32], batch: LoRABatch, counted: Counted, *cut: int
+    ) -> None:
+        segment_size, group_size = cut
         tile = segment_size * group_size
-        staged, tables = self._fill_runs(batch, counted, segment_size, tile)
-        if self.tile_tokens == self.run_tokens:
-            starts = np.arange(self.num_runs)
-        else:
-            segments = layout.split(counted.counts[1:], self.run_tokens)
-            starts = starts_of_groups(segments, self.tile_tokens // self.run_tokens)
+        tables = self._stage_runs(staged, batch, counted, segment_size, tile)
+        starts = group_starts(counted, self.run_tokens, self.tile_tokens // self.run_tokens)
         self.num_groups = starts.size
-        groups_at = layout.run_tables_size(self.run_tokens, self.most_runs)
-        group_starts = tables[groups_at : groups_at + self.most_rows + 1]
-        group_starts.fill(self.num_runs)
-        group_starts[: starts.size] = starts
-        self._send(staged)
+        tables[: starts.size] = starts
+        tables[starts.size : self.most_rows + 1] = self.num_runs
+
+
+def group_starts(counted: Counted, segment_size: int, group_size: int) -> Ints:
+    """Return the first segment of every group of a batch, computed once for all plans."""
+    key = segment_size, group_size
+    starts: Ints | None = counted.kept.get(key)
+    if starts is None:
+        starts = starts_of_groups(layout.split(counted.counts[1:], segment_size), group_size)
+        counted.kept[key] = starts
+    return starts
 
 
 def starts_of_groups(segments: Ints, group_size: int) -> Ints:
@@ -88,12 +102,3 @@ def starts_of_groups(segments: Ints, group_size: int) -> Ints:
     starts: Ints = np.arange(int(groups.sum())) * group_size
     starts -= layout.padding_before(segments, group_size).repeat(groups)
     return starts
-
-
-def new_plan(
-    batch: LoRABatch, capacity: int | None, segment_sizes: Sequence[int], device: torch.device
-) -> CsgmvPlan:
-    """Return a plan with room for `capacity` tokens in segments of any of the sizes."""
-    # groups are never more than segments
-    groups = layout.max_runs(capacity or batch.num_tokens, batch.num_slots, min(segment_sizes)) + 1
-    return CsgmvPlan.with_room(batch, capacity, segment_sizes, device, groups)

@@ -49,7 +49,7 @@ class Plans:
 
     Engines pad x to the size of a captured graph without telling, so a plan is chosen by the rows
     of x. Backends choose tile sizes when a plan is made: a plan per power of two fits them to the
-    rows. A new batch refills the captured plans at once, before a graph can be replayed, and each
+    rows. A new batch refills the captured plans together, before a graph can be replayed, and each
     other plan when it is next used. Nothing waits for the device.
 
     Args:
@@ -104,9 +104,12 @@ class Plans:
 
     def set_slots(self, slots: Sequence[int] | torch.Tensor) -> None:
         """Take the batch that the next calls run on: one slot, or `NO_ADAPTER`, per row."""
-        batch = LoRABatch(slots, self.num_slots)
+        self.set_batch(LoRABatch(slots, self.num_slots))
+
+    def set_batch(self, batch: LoRABatch) -> None:
+        """Take the batch that the next calls run on, with `num_slots` slots."""
         self._every: int | None = None
-        self._is_idle = bool((batch.token_slots == NO_ADAPTER).all())
+        self._is_idle = not (batch.token_slots.numpy() != NO_ADAPTER).any()
         self._take(batch)
 
     def set_every(self, slot: int) -> None:
@@ -122,9 +125,8 @@ class Plans:
         self._is_announced = True
         for room in self._rooms:
             room.is_current = False
-            # a replay reads the plan without running Python
-            if room.is_captured and room.capacity >= self.num_rows:
-                self._refill(room)
+        # a replay reads a plan without running Python, and the engine does not tell which
+        self._refill([r for r in self._rooms if r.is_captured and r.capacity >= self.num_rows])
 
     @property
     def is_idle(self) -> bool:
@@ -187,7 +189,7 @@ class Plans:
         if is_capturing(self.backend.device):
             self._capture(room)
         if not room.is_current:
-            self._refill(room)
+            self._refill([room])
         return room.plan
 
     def route(
@@ -241,14 +243,34 @@ class Plans:
             )
         room.is_captured = True
 
-    def _refill(self, room: _Room) -> None:
-        if room.plan is None:
-            # a typical batch: tile sizes follow the tokens per slot
-            typical = [row % self.num_slots for row in range(room.capacity)]
-            batch = LoRABatch(typical, self.num_slots)
-            room.plan = self.backend.prepare_batch(batch, capacity=room.capacity)
-        self.backend.prepare_batch(self._batch, out=room.plan)
-        room.is_current = True
+    def _refill(self, rooms: Sequence[_Room]) -> None:
+        """Let the plans of rooms hold the batch."""
+        for room in rooms:
+            if room.plan is None:
+                self._make(room)
+        plans = [room.plan for room in rooms]
+        refill = getattr(self.backend, "refill", None)
+        if refill is not None:
+            refill(self._batch, plans)
+        else:
+            for plan in plans:
+                self.backend.prepare_batch(self._batch, out=plan)
+        for room in rooms:
+            room.is_current = True
+
+    def _make(self, room: _Room) -> None:
+        """Make the plan of a room, or of all rooms together where the backend can."""
+        prepare = getattr(self.backend, "prepare_rooms", None)
+        if prepare is not None:
+            rooms = [each for each in self._rooms if each.plan is None]
+            plans = prepare(self.num_slots, [each.capacity for each in rooms])
+            for each, plan in zip(rooms, plans, strict=True):
+                each.plan = plan
+            return
+        # a typical batch: tile sizes follow the tokens per slot
+        typical = [row % self.num_slots for row in range(room.capacity)]
+        batch = LoRABatch(typical, self.num_slots)
+        room.plan = self.backend.prepare_batch(batch, capacity=room.capacity)
 
 
 def _sizes(device_type: str, capacity: int) -> list[int]:

@@ -16,6 +16,8 @@ from lora_backends.batch import LoRABatch
 from lora_backends.common.devices import as_device, is_capturing
 from lora_backends.defaults.expert_gradients import ExpertGradients
 from lora_backends.dispatch.cached import RoutedCalls, stores_calls
+from lora_backends.dispatch.checks import check_prepare_batch
+from lora_backends.dispatch.gradients.recorded import count_refill
 from lora_backends.dispatch.output import added_to, new_output
 from lora_backends.dispatch.wrap import runs, stands_for
 from lora_backends.experts import ExpertWeights
@@ -41,9 +43,10 @@ from lora_backends.sgmv.launching.kernel import (
     has_programmatic_launch,
 )
 from lora_backends.sgmv.launching.tma import has_tma
-from lora_backends.sgmv.layout import SgmvPlan
+from lora_backends.sgmv.layout import SgmvPlan, count_tokens, fill_plans
 from lora_backends.sgmv.tiles.first_use import asked_source
 from lora_backends.sgmv.tiles.gpu import gpu_of
+from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 from lora_backends.sgmv.tiles.source import TileSource
 from lora_backends.weights import LoRAWeights
 
@@ -66,7 +69,7 @@ class SgmvBackend(LoRABackend):
     """The package whose folder `tables` has the tables of tuned tile sizes."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
-    plan_type: ClassVar[type] = SgmvPlan
+    plan_type: ClassVar[type[SgmvPlan]] = SgmvPlan
     features = frozenset(FEATURES)
     routing_type = SgmvRouting
     cuda_graphs = True
@@ -124,6 +127,55 @@ class SgmvBackend(LoRABackend):
         they return is undefined. Kernels are added to `recorded`, or to a new record.
         """
         return recording(recorded)
+
+    def cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
+        """Return the sizes that a batch is cut by: the run's, then what `plan_type.stage` takes."""
+        raise NotImplementedError
+
+    def run_sizes(self) -> tuple[int, ...]:
+        """Return the tokens per run that `cut` may choose where it follows the batch."""
+        return TILE_TOKENS
+
+    @override
+    def prepare_batch(
+        self, batch: LoRABatch, out: SgmvPlan | None = None, capacity: int | None = None
+    ) -> SgmvPlan:
+        counted = count_tokens(batch)
+        cut = self.cut(batch.num_tokens, counted.active)
+        plan = out
+        if plan is None:
+            sizes = (cut[0],) if capacity is None else (*self.run_sizes(), cut[0])
+            plan = self.plan_type.with_room(batch, capacity, sizes, self.device)
+        plan.fill(batch, counted, *cut)
+        return plan
+
+    def prepare_rooms(self, num_slots: int, capacities: Sequence[int]) -> list[SgmvPlan]:
+        """Return a plan with room for each number of tokens, to be filled by `refill` at once.
+
+        They lie side by side in one buffer, so that one copy sends a batch to all of them.
+        """
+        return self.plan_type.in_one_buffer(num_slots, capacities, self.run_sizes(), self.device)
+
+    def refill(self, batch: LoRABatch, plans: Sequence[SgmvPlan]) -> None:
+        """Refill plans as ``prepare_batch(batch, out=plan)`` does; the batch is sorted once.
+
+        Args:
+            batch: one adapter per token.
+            plans: of this backend; those from `prepare_rooms` in that order.
+
+        Raises:
+            InvalidInputError: as `prepare_batch`; no plan has changed.
+        """
+        if type(self).prepare_batch is not SgmvBackend.prepare_batch:  # a subclass may do more
+            for plan in plans:
+                self.prepare_batch(batch, out=plan)
+            return
+        for plan in plans:
+            check_prepare_batch(self, batch, plan)
+        for plan in plans:
+            count_refill(plan)
+        counted = count_tokens(batch)
+        fill_plans(plans, batch, counted, self.cut(batch.num_tokens, counted.active))
 
     @override
     def run_lora_a(

@@ -2,7 +2,8 @@
 
 Tokens are permuted so that those of one slot lie together, and each slot's tokens are cut into
 runs of at most `size` tokens: the tiles of `triton`, the segments of `csgmv`. One asynchronous copy
-sends the buffer; its tables keep their addresses when the plan is refilled.
+sends the buffer; its tables keep their addresses when the plan is refilled. Plans of several sizes
+may share a buffer: a batch is sorted once for all of them, and sent by one copy.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -31,6 +33,15 @@ Ints = npt.NDArray[Any]
 
 Tables: TypeAlias = tuple[torch.Tensor, torch.Tensor, Any]
 """Slots and tokens of the runs, and a third that `ABSENT` stands for if an engine has two."""
+
+
+class Places(NamedTuple):
+    """Where the parts of a buffer begin; token_scales are the first."""
+
+    token_slots: int
+    run_slots: int  # the slot of each run
+    run_tokens: int  # the tokens of each run
+    end: int  # of the runs; the engine's other tables begin here
 
 
 class RowSizes(NamedTuple):
@@ -60,6 +71,9 @@ class SgmvPlan(CachingPlan):
     tile_tokens: int  # tokens per row of the grid; tile sizes follow from it
     active_slots: int  # slots with tokens; tile sizes follow from it
     packed: torch.Tensor  # [size] int32, on the device; the tables are views of it
+    buffer: torch.Tensor | None = field(default=None, kw_only=True, repr=False)
+    # the memory of several plans that `packed` is a part of; None: no other plan has a part of it
+    begins: int = field(default=0, kw_only=True)  # where the part begins
     has_room: bool = field(default=False, kw_only=True)  # whether it was made with `capacity`
     is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the plan
     cut: tuple[int, ...] = field(default=(), kw_only=True)  # sizes that the kernels follow from
@@ -71,10 +85,12 @@ class SgmvPlan(CachingPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._views: Tables | None = None  # of the buffer, once a launch has needed them
+        self._places: Places | None = None  # of the tables, for the present cut
 
     def __getstate__(self) -> dict[str, Any]:
-        # a graph does not use the copy, and the copy has a buffer of its own
-        return super().__getstate__() | {"is_captured": False, "_views": None}
+        # a graph does not use the copy, and the copy has memory of its own
+        own = {"packed": self.packed.clone(), "buffer": None} if self.buffer is not None else {}
+        return super().__getstate__() | own | {"is_captured": False, "_views": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -82,23 +98,41 @@ class SgmvPlan(CachingPlan):
             self.token_scales = self._scales()
 
     @classmethod
+    def packed_size(cls, capacity: int, num_slots: int, run_sizes: Sequence[int]) -> int:
+        """Return the values of a buffer for any `capacity` tokens in runs of any of the sizes."""
+        return 2 * aligned(capacity) + most_run_tables(capacity, num_slots, run_sizes)
+
+    @classmethod
     def with_room(
-        cls,
-        batch: LoRABatch,
-        capacity: int | None,
-        run_sizes: Sequence[int],
-        device: torch.device,
-        others: int = 0,
+        cls, batch: LoRABatch, capacity: int | None, run_sizes: Sequence[int], device: torch.device
     ) -> Self:
         """Return a plan with room for `capacity` tokens in runs of any of the sizes, to be filled.
 
-        `others`: values of the engine's tables besides the runs.
+        `capacity`: as in `prepare_batch`.
         """
         has_room, capacity = capacity is not None, capacity or batch.num_tokens
-        tables = most_run_tables(capacity, batch.num_slots, run_sizes) + others
-        packed = torch.empty(2 * aligned(capacity) + tables, dtype=torch.int32, device=device)
+        size = cls.packed_size(capacity, batch.num_slots, run_sizes)
+        packed = torch.empty(size, dtype=torch.int32, device=device)
         sizes = batch.num_tokens, batch.num_slots
         return cls(*sizes, 0, 0, packed, capacity=capacity, has_room=has_room)
+
+    @classmethod
+    def in_one_buffer(
+        cls,
+        num_slots: int,
+        capacities: Sequence[int],
+        run_sizes: Sequence[int],
+        device: torch.device,
+    ) -> list[Self]:
+        """Return a plan with room for each number of tokens, side by side, to be filled."""
+        sizes = [aligned(cls.packed_size(each, num_slots, run_sizes)) for each in capacities]
+        starts = list(accumulate(sizes, initial=0))
+        buffer = torch.empty(starts[-1], dtype=torch.int32, device=device)
+        shared: dict[str, Any] = {"has_room": True, "buffer": buffer}
+        return [
+            cls(0, num_slots, 0, 0, buffer[first:end], capacity=each, begins=first, **shared)
+            for each, (first, end) in zip(capacities, pairwise(starts), strict=True)
+        ]
 
     def grid_rows(self, capturing: bool, rows: int) -> int:
         """Return the rows of the grid for x of `rows` rows; capturing: of any refill of as many."""
@@ -151,64 +185,76 @@ class SgmvPlan(CachingPlan):
         """Return where the buffer has token_scales."""
         return self.packed[: self.capacity].view(torch.float32)
 
-    def _fill_runs(
-        self, batch: LoRABatch, counted: Counted, run_tokens: int, tile_tokens: int
-    ) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-        """Cut a batch into runs of such sizes, unless these are fixed by now.
+    def is_before(self, other: SgmvPlan) -> bool:
+        """Return whether another plan follows this one in a buffer."""
+        is_shared = self.buffer is not None and other.buffer is self.buffer
+        return is_shared and other.begins == self.begins + self.packed.numel()
 
-        Returns host memory to be sent, and the part of it for the tables of the engine.
+    def fill(self, batch: LoRABatch, counted: Counted, *cut: int) -> None:
+        """Cut a batch as `stage` does; the copy of the tables to the device is under way."""
+        fill_plans((self,), batch, counted, cut)
 
-        Raises:
-            InvalidInputError: a captured graph cannot follow the batch.
+    def stage(
+        self, staged: npt.NDArray[np.int32], batch: LoRABatch, counted: Counted, *cut: int
+    ) -> None:
+        """Write the plan of a batch to `staged`, of the size of `packed`.
+
+        Args:
+            staged: memory on the host that is sent to `packed` next.
+            batch: of the tokens.
+            counted: of the batch.
+            cut: the engine's sizes. They count until a graph is captured; see the class.
         """
-        if batch.token_scales is not None:
-            self.refuse_scales_of_captured()
+        raise NotImplementedError
+
+    def _stage_runs(
+        self,
+        staged: npt.NDArray[np.int32],
+        batch: LoRABatch,
+        counted: Counted,
+        run_tokens: int,
+        tile_tokens: int,
+    ) -> npt.NDArray[np.int32]:
+        """Write token_scales, slots and runs; return the memory for the engine's own tables."""
         if self.may_cut_anew():
             self.active_slots = counted.active
             if (self.run_tokens, self.tile_tokens) != (run_tokens, tile_tokens):
                 self.run_tokens, self.tile_tokens = run_tokens, tile_tokens
                 self.most_runs = max_runs(self.capacity, self.num_slots, run_tokens)
                 self.most_rows = max_runs(self.capacity, self.num_slots, tile_tokens)
-                self._views = None
+                self._views = self._places = None
             self.cut = (run_tokens, tile_tokens, *self.sizes_key(batch))
-        size, room = self.run_tokens, self.most_runs
-        staged, tables = self._stage(batch, counted, run_tables_size(size, room))
-        self.num_runs = fill_runs(tables, counted, size, room)
-        self.num_tokens = batch.num_tokens
-        return staged, tables
-
-    def _stage(
-        self, batch: LoRABatch, counted: Counted, tables: int
-    ) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-        """Return host memory for the buffer, and the part of it for the tables of the engine.
-
-        Writes the slots and any token_scales, and fills `tables` values of the tables with EMPTY.
-        """
-        tokens, slots_at = counted.slots.size, aligned(self.capacity)
-        has_scales = batch.token_scales is not None
-        has_scales = has_scales or (self.is_captured and self.token_scales is not None)
-        pinned = not self.packed.is_cpu
-        # New each time: torch's allocator reuses pinned memory after the copies from it have ended.
-        staged = torch.empty(
-            self.packed.numel(), dtype=torch.int32, device="cpu", pin_memory=pinned
-        )
-        array = staged.numpy()
-        array[slots_at : slots_at + tokens] = counted.slots
-        array[slots_at + tokens : 2 * slots_at + tables].fill(EMPTY)
-        if has_scales:
-            scales = array[: self.capacity].view(np.float32)
-            scales[:] = 1
-            if batch.token_scales is not None:
-                scales[:tokens] = batch.token_scales.numpy()
-        self.token_scales = self._scales() if has_scales else None
-        return staged, array[2 * slots_at :]
-
-    def _send(self, staged: torch.Tensor) -> None:
-        """Copy staged memory to the device, asynchronously; calls stored so far fit this cut."""
+        if self._places is None:
+            self._places = self._find_places()
+        at, slots_at, tokens_at, end = self._places
+        self._stage_scales(staged, batch)
+        num_tokens = self.num_tokens = batch.num_tokens
+        staged[at : at + num_tokens] = counted.slots
+        staged[at + num_tokens : end] = EMPTY
+        slots, tokens = counted.runs(self.run_tokens)
+        self.num_runs = slots.size
+        staged[slots_at : slots_at + slots.size] = slots
+        staged[tokens_at : tokens_at + tokens.size] = tokens
         key = (*self.cut, self.token_scales is not None)
         if key != self.call_cache.key:  # else the same object: `Repeat` compares it by identity
-            self.call_cache.key = key
-        self.packed.copy_(staged, non_blocking=True)
+            self.call_cache.key = key  # calls stored so far may not fit this cut
+        return staged[end:]
+
+    def _find_places(self) -> Places:
+        at, tables = aligned(self.capacity), self.tables_at()
+        end = tables + run_tables_size(self.run_tokens, self.most_runs)
+        return Places(at, tables, tables + aligned(self.most_runs), end)
+
+    def _stage_scales(self, staged: npt.NDArray[np.int32], batch: LoRABatch) -> None:
+        given = batch.token_scales
+        if given is None and not (self.is_captured and self.token_scales is not None):
+            self.token_scales = None
+            return
+        scales = staged[: self.capacity].view(np.float32)
+        scales[:] = 1
+        if given is not None:
+            scales[: batch.num_tokens] = given.numpy()
+        self.token_scales = self._scales()
 
     def sizes_key(self, batch: LoRABatch) -> tuple[int, int]:
         """Return the sizes that kernels follow from besides the tile: like batches repeat calls."""
@@ -226,6 +272,42 @@ class SgmvPlan(CachingPlan):
                 "  given: a batch with token_scales\n"
                 "  to do: give the batch that is captured token_scales, of ones for instance"
             )
+
+
+def fill_plans(
+    plans: Sequence[SgmvPlan], batch: LoRABatch, counted: Counted, cut: tuple[int, ...]
+) -> None:
+    """Fill plans with one batch; one copy sends those that lie side by side in a buffer.
+
+    Raises:
+        InvalidInputError: a captured graph cannot follow the batch; no plan has changed.
+    """
+    if batch.token_scales is not None:
+        for plan in plans:
+            plan.refuse_scales_of_captured()
+    first, last = 0, len(plans) - 1
+    for i, plan in enumerate(plans):
+        if i == last or not plan.is_before(plans[i + 1]):
+            _fill_side_by_side(plans[first : i + 1], batch, counted, cut)
+            first = i + 1
+
+
+def _fill_side_by_side(
+    plans: Sequence[SgmvPlan], batch: LoRABatch, counted: Counted, cut: tuple[int, ...]
+) -> None:
+    memory, buffer = plans[0].packed, plans[0].buffer
+    if len(plans) > 1 and buffer is not None:
+        memory = buffer[plans[0].begins : plans[-1].begins + plans[-1].packed.numel()]
+    # New each time: torch's allocator reuses pinned memory after the copies from it have ended.
+    staged = torch.empty(
+        memory.numel(), dtype=torch.int32, device="cpu", pin_memory=not memory.is_cpu
+    )
+    array, at = staged.numpy(), 0
+    for plan in plans:
+        end = at + plan.packed.numel()
+        plan.stage(array[at:end], batch, counted, *cut)
+        at = end
+    memory.copy_(staged, non_blocking=True)
 
 
 def bucket(count: int) -> int:
@@ -247,12 +329,29 @@ def max_runs(num_tokens: int, num_slots: int, size: int) -> int:
     return max(1, slots + (num_tokens - slots) // size)
 
 
-class Counted(NamedTuple):
+class Runs(NamedTuple):
+    """The runs of a batch, in order of their slots."""
+
+    slots: npt.NDArray[np.int32]  # [runs]
+    tokens: npt.NDArray[np.int32]  # [runs * size], EMPTY where a run has fewer
+
+
+@dataclass(eq=False)
+class Counted:
     """A batch's tokens by slot."""
 
-    slots: Ints  # [num_tokens]: the slot of every token, or -1
+    slots: npt.NDArray[np.int32]  # [num_tokens]: the slot of every token, or -1
     counts: Ints  # [num_slots + 1]: tokens without an adapter, then those of every slot
     active: int  # slots that have tokens
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    # what one plan has computed from them, for the next plan
+
+    def runs(self, size: int) -> Runs:
+        """Return the runs of at most `size` tokens, a power of two."""
+        runs: Runs | None = self.kept.get(size)
+        if runs is None:
+            runs = self.kept[size] = cut_runs(self, size)
+        return runs
 
 
 def count_tokens(batch: LoRABatch) -> Counted:
@@ -261,9 +360,13 @@ def count_tokens(batch: LoRABatch) -> Counted:
     >>> count_tokens(LoRABatch([2, -1, 0, 2, 2, 2, 2], num_slots=3)).counts.tolist()
     [1, 1, 0, 5]
     """
-    slots = batch.token_slots.numpy()
-    counts = np.bincount(slots + 1, minlength=batch.num_slots + 1)
-    return Counted(slots, counts, int(np.count_nonzero(counts[1:])))
+    return count_slots(batch.token_slots.numpy(), batch.num_slots)
+
+
+def count_slots(slots: Ints, num_slots: int) -> Counted:
+    """Count the tokens of every slot, from the slot of every token."""
+    counts = np.bincount(slots + 1, minlength=num_slots + 1)
+    return Counted(slots.astype(np.int32), counts, int(np.count_nonzero(counts[1:])))
 
 
 def split(counts: Ints, size: int) -> Ints:
@@ -281,7 +384,7 @@ def permutation(counted: Counted) -> Ints:
     >>> permutation(count_tokens(LoRABatch([2, -1, 0, 2, 2, 2, 2], num_slots=3))).tolist()
     [2, 0, 3, 4, 5, 6]
     """
-    slots, counts, _ = counted
+    slots, counts = counted.slots, counted.counts
     if counts.size < 1 << 15:  # numpy sorts integers of 8 and 16 bits by radix
         slots = slots.astype(np.int8 if counts.size < 1 << 7 else np.int16)
     return slots.argsort(kind="stable")[counts[0] :]
@@ -301,22 +404,34 @@ def padding_before(counts: Ints, size: int) -> Ints:
     return before
 
 
+def cut_runs(counted: Counted, size: int) -> Runs:
+    """Cut each slot's tokens into runs of at most `size` tokens, a power of two.
+
+    >>> runs = cut_runs(count_tokens(LoRABatch([2, -1, 0, 2, 2], num_slots=3)), 2)
+    >>> runs.slots.tolist(), runs.tokens.tolist()
+    ([0, 2, 2], [2, -1, 0, 3, 4, -1])
+    """
+    order, of_slots = permutation(counted), counted.counts[1:]
+    if not order.size:
+        return Runs(order.astype(np.int32), order.astype(np.int32))
+    places = padding_before(of_slots, size).repeat(of_slots)
+    places += np.arange(order.size)
+    tokens = np.full((int(places[-1]) // size + 1) * size, EMPTY, np.int32)
+    tokens[places] = order.astype(np.int32)  # numpy scatters values of one dtype faster
+    return Runs(counted.slots.take(tokens[::size]), tokens)  # a run begins with a token
+
+
 def fill_runs(packed: npt.NDArray[np.int32], counted: Counted, size: int, room: int) -> int:
     """Write the slot and the tokens of every run, laid out as `run_tables` finds them.
 
     `packed` has room for `room` runs of `size` tokens and is EMPTY. Returns how many runs are in
     use; they come first.
     """
-    order = permutation(counted)
-    if not order.size:
-        return 0
-    of_slots, tokens = counted.counts[1:], packed[aligned(room) :]
-    places = padding_before(of_slots, size).repeat(of_slots)
-    places += np.arange(order.size)
-    tokens[places] = order.astype(np.int32)  # numpy scatters values of one dtype faster
-    used = int(places[-1]) // size + 1
-    packed[:used] = counted.slots.take(tokens[: used * size : size])  # of each run's first token
-    return used
+    slots, tokens = counted.runs(size)
+    at = aligned(room)
+    packed[: slots.size] = slots
+    packed[at : at + tokens.size] = tokens
+    return slots.size
 
 
 def run_tables(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from lora_backends.batch import LoRABatch
 from lora_backends.sgmv.engine import SgmvBackend
-from lora_backends.sgmv.layout import count_tokens
-from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 from lora_backends.triton.plan import TritonPlan
 
 
@@ -45,15 +42,6 @@ class TritonBackend(SgmvBackend):
     package = __name__
 
     @override
-    def prepare_batch(
-        self, batch: LoRABatch, out: TritonPlan | None = None, capacity: int | None = None
-    ) -> TritonPlan:
-        counted = count_tokens(batch)
-        sizes = self.batch_to_tile(batch.num_tokens, counted.active)
-        tile_tokens = self.tile_source.tile_tokens(*sizes)
-        plan = out
-        if plan is None:
-            tile_sizes = (tile_tokens,) if capacity is None else (*TILE_TOKENS, tile_tokens)
-            plan = TritonPlan.with_room(batch, capacity, tile_sizes, self.device)
-        plan.fill(batch, counted, tile_tokens)
-        return plan
+    def cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
+        tokens, slots = self.batch_to_tile(num_tokens, active_slots)
+        return (self.tile_source.tile_tokens(tokens, slots),)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
@@ -37,10 +39,12 @@ class TritonPlan(SgmvPlan):
         first = self.tables_at()
         return *layout.run_tables(self.packed, first, self.run_tokens, self.most_runs), ABSENT
 
-    def fill(self, batch: LoRABatch, counted: Counted, tile_tokens: int) -> None:
-        """Cut a batch into tiles; the copy of the tables to the device is under way."""
-        staged, _ = self._fill_runs(batch, counted, tile_tokens, tile_tokens)
-        self._send(staged)
+    @override
+    def stage(
+        self, staged: npt.NDArray[np.int32], batch: LoRABatch, counted: Counted, *cut: int
+    ) -> None:
+        (tile_tokens,) = cut
+        self._stage_runs(staged, batch, counted, tile_tokens, tile_tokens)
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ from helpers.small_layers import small_batch, small_weights
 
 from lora_backends import InvalidInputError, get_backend
 from lora_backends.csgmv import CsgmvBackend
-from lora_backends.csgmv.plan import new_plan
+from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.sgmv import launch
 from lora_backends.sgmv.layout import count_tokens
 
@@ -16,7 +16,7 @@ def test_rows_of_h_follow_the_permutation(device):
     """The shrink writes the token at place p to row p, and nothing where there is no token."""
     weights, batch = on(device, small_weights()), small_batch()
     backend = CsgmvBackend(device, tiles="rules")
-    plan = new_plan(batch, batch.num_tokens, (16,), device)
+    plan = CsgmvPlan.with_room(batch, batch.num_tokens, (16,), device)
     plan.fill(batch, count_tokens(batch), 16, 1)
     options = backend._options._replace(programmatic=False)
     kernels = launch.kernels_of(

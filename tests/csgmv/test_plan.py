@@ -7,7 +7,7 @@ import torch
 
 from lora_backends import LoRABatch
 from lora_backends.csgmv import SEGMENT_SIZES, segment_and_group
-from lora_backends.csgmv.plan import new_plan
+from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.sgmv.layout import count_tokens
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 
@@ -15,7 +15,7 @@ from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 def _plan(slots, num_slots, segment_size=16, group_size=1):
     batch = LoRABatch(slots, num_slots)
     counts = count_tokens(batch)
-    plan = new_plan(batch, batch.num_tokens, (segment_size,), torch.device("cpu"))
+    plan = CsgmvPlan.with_room(batch, batch.num_tokens, (segment_size,), torch.device("cpu"))
     plan.fill(batch, counts, segment_size, group_size)
     return plan
 

@@ -38,7 +38,7 @@ def make_plan(slots, num_slots, size=16, group=None, room=()):
         plan = triton_plan.TritonPlan.with_room(batch, batch.num_tokens, (size, *room), CPU)
         plan.fill(batch, counts, size)
     else:
-        plan = csgmv_plan.new_plan(batch, batch.num_tokens, (size, *room), CPU)
+        plan = csgmv_plan.CsgmvPlan.with_room(batch, batch.num_tokens, (size, *room), CPU)
         plan.fill(batch, counts, size, group)
     return plan
 

@@ -25,10 +25,10 @@ from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.many_adapters import SortedTokens, sorted_tokens
 from lora_backends.sgmv.layout import (
     EMPTY,
-    Counted,
     Ints,
     aligned,
     bucket,
+    count_slots,
     fill_runs,
     max_runs,
     most_run_tables,
@@ -182,11 +182,10 @@ class Blend:
 
     def _fill_pairs(self, tables: Ints, slots: Ints, may_cut: bool, tile_tokens: Any) -> None:
         """Cut the pairs of all tokens into runs of one slot; `slots` has that of each, or -1."""
-        counts = np.bincount(slots + 1, minlength=self.num_slots + 1)
-        counted = Counted(slots, counts, int(np.count_nonzero(counts[1:])))
+        counted = count_slots(slots, self.num_slots)
         if may_cut:
             self.active_slots = counted.active
-            self.run_pairs = tile_tokens(int(counts[1:].sum()), max(1, counted.active))
+            self.run_pairs = tile_tokens(int(counted.counts[1:].sum()), max(1, counted.active))
             most = self.capacity * self.adapters
             self.most_runs = max_runs(most, self.num_slots, self.run_pairs)
         tables[: run_tables_size(self.run_pairs, self.most_runs)].fill(EMPTY)
