@@ -192,6 +192,10 @@ class Plans:
             self._refill([room])
         return room.plan
 
+    def token_slots(self, rows: int) -> torch.Tensor:
+        """Return the slot of each row of x, or -1: [rows] int64; a CUDA graph follows the batch."""
+        return self.backend.token_slots(self.of(rows), rows, self.num_slots)
+
     def route(
         self,
         topk_ids: torch.Tensor,

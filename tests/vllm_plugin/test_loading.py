@@ -310,6 +310,7 @@ def test_the_second_runner_tells_where_each_request_is():
     lora = SimpleNamespace(lora_backends_extras=Extras(invocation=(7, 8)))
     registered = {1: lora, 2: SimpleNamespace()}
     manager = SimpleNamespace(_registered_adapters=SimpleNamespace(cache=registered))
+    invocations.note_activated(manager, lora.lora_backends_extras)
     prompts = {"a": [1, 7, 8, 2, 7, 8], "b": [7, 8, 1], "c": [1, 2, 3, 4], "d": [7, 8]}
     runner = SimpleNamespace(req_states=SimpleNamespace(req_id_to_index=dict.fromkeys(prompts, 0)))
     new = [
@@ -340,7 +341,8 @@ def test_the_second_runner_tells_where_each_request_is():
     assert announced(manager, one) == ([1, 1, 1, 1], [1])
     invocations._done(lambda *_: None, runner)
     runner.req_states.req_id_to_index.clear()
-    invocations._note_prompts(lambda *_: None, runner, SimpleNamespace(scheduled_new_reqs=[]))
+    base = SimpleNamespace(req_id="e", prompt_token_ids=[1], lora_request=None)
+    invocations._note_prompts(lambda *_: None, runner, SimpleNamespace(scheduled_new_reqs=[base]))
     assert not runner.lora_backends_prompts
 
 
@@ -349,7 +351,8 @@ def test_new_adapters_load_in_one_order_on_every_process():
 
     requests = [SimpleNamespace(lora_int_id=i) for i in (3, 1, 2)]
     seen = []
-    _in_order(lambda _, given, __: seen.extend(given), None, [*requests, None], None)
+    worker = SimpleNamespace()
+    _in_order(lambda _, given, __: seen.extend(given), worker, [*requests, None], None)
     assert [request.lora_int_id for request in seen] == [1, 2, 3]
 
 

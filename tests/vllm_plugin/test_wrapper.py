@@ -5,6 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers.servers.vllm_layers import (
@@ -130,32 +131,51 @@ def test_a_batch_of_other_rows_than_announced_is_refused(wrapper, x):
 
 @pytest.mark.parametrize(
     "ids",
-    [[7] * 300 + [0] * 200 + [5] * 150, [0] * 400, (IDS * 200)[:700], [7, *IDS, *[7] * 600]],
-    ids=["runs", "none", "mixed", "long and short runs"],
+    [[7] * 300 + [0] * 200 + [5] * 150, [0] * 700, (IDS * 200)[:700], [7, *IDS, *[7] * 600], []],
+    ids=["runs", "none", "mixed", "long and short runs", "no rows"],
 )
-def test_index_tensors_of_prefills_are_those_of_vllm(wrapper, ids):
-    """All tensors of vLLM's wrapper are compared: a version may add one.
-
-    Torch's default device may be another one.
-    """
-    made = []
-    for _ in range(2):
-        each = type(wrapper)(1000, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
-        for tensor in vars(each).values():
-            if isinstance(tensor, torch.Tensor):
-                tensor.fill_(-9)
-        made.append(each)
-    ours, vllms = made
+def test_every_row_of_a_prefill_has_the_slot_of_its_adapter(wrapper, ids):
+    """Torch's default device may be another one; vLLM passes integers of numpy."""
+    made = type(wrapper)(1000, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+    given = [np.int32(id_) for id_ in ids]
     with torch.device("meta"):
-        ours.update_metadata(mapping(ids, ids[::50]), INDEX_TO_ID, SLOTS + 1, 100)
-    vllms._update_base_metadata(mapping(ids, ids[::50]), INDEX_TO_ID, SLOTS + 1, 100)
-    assert ours.indices_len == vllms.indices_len
-    for name, tensor in vars(vllms).items():
-        if isinstance(tensor, torch.Tensor):
-            assert torch.equal(vars(ours)[name], tensor), name
+        made.update_metadata(mapping(given, given[::50]), INDEX_TO_ID, SLOTS + 1, 100)
     slots = [INDEX_TO_ID.index(id_) if id_ else -1 for id_ in ids]
-    assert list(ours.tokens.slots) == slots and list(ours.sampled.slots) == slots[::50]
-    assert ours.tokens.is_idle == (not any(ids))
+    assert list(made.tokens.slots) == slots and list(made.sampled.slots) == slots[::50]
+    assert made.tokens.is_idle == (not any(ids))
+    made.update_metadata(mapping(given), INDEX_TO_ID, SLOTS + 1, 100)
+    assert list(made.sampled.slots) == slots
+
+
+@pytest.mark.parametrize("rows", [7, 600])
+def test_an_adapter_without_a_slot_is_refused_and_leaves_the_last_batch(wrapper, rows):
+    before = wrapper.tokens.slots
+    with pytest.raises(KeyError):
+        wrapper.update_metadata(mapping([8] * rows), INDEX_TO_ID, SLOTS + 1, 100)
+    assert wrapper.tokens.slots == before
+
+
+def test_index_tensors_that_a_layer_reads_are_those_of_vllm_for_every_batch(wrapper, monkeypatch):
+    """All tensors of vLLM's wrapper are compared: a version may add one."""
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from lora_backends.integrations.vllm import plugin
+
+    name = f"{PunicaWrapperCPU.__module__}.{PunicaWrapperCPU.__name__}"
+    monkeypatch.setattr(plugin, "own_wrapper_name", lambda: name)
+    vllms = PunicaWrapperCPU(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+    tensors = {key for key, value in vars(vllms).items() if isinstance(value, torch.Tensor)}
+    assert tensors and not tensors & vars(wrapper).keys(), "a batch rewrites none of them"
+    for ids in (IDS, IDS[::-1], [5] * 9):
+        vllms.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
+        wrapper.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
+        assert wrapper.indices_len == vllms.indices_len
+        for index in ("token_lora_indices", "sampler_indices"):
+            assert torch.equal(getattr(wrapper, index), getattr(vllms, index))
+        count = len(ids)
+        for each in tensors & {"_sampler_indices_padded", "_embeddings_indices"}:
+            found, wanted = getattr(wrapper, each), getattr(vllms, each)
+            assert torch.equal(found[..., :count], wanted[..., :count]), each
 
 
 def test_each_batch_replaces_the_last_one(wrapper, x):

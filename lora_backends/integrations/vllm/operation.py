@@ -64,6 +64,15 @@ def _run_layer(layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, operation:
         _compute(layer, y, x, plans, operation)
 
 
+def adds_no_logits(stack: torch.Tensor) -> bool:
+    """Return whether no adapter has a part for a head, so that nothing is left to do."""
+    if is_traced():
+        return False
+    layer = find(stack)
+    layer.is_called = layer.wrapper.was_run = True
+    return not layer.ranked and not is_capturing(stack.device)
+
+
 def _is_by_itself(operation: str, x: torch.Tensor, plans: Plans) -> bool:
     """Return whether no CUDA graph can replay the call for other adapters."""
     if is_capturing(x.device):
@@ -80,7 +89,7 @@ def _compute(
     if y.shape[-1] != weights.out_features:  # logits may be padded to a wider table
         y = y[..., : weights.out_features]
     if operation == TOKENS:
-        backend.run_lora_b(_gathered(layer, x), weights, plan, y)
+        backend.run_lora_b(_gathered(layer, x, plans), weights, plan, y)
     elif operation in (SHRINK, FULL):
         backend.run_lora_a(x, weights, plan, out=y)
     elif operation in (LOGITS, PROMPT):
@@ -114,14 +123,12 @@ def trial(
     return run_empty
 
 
-def _gathered(layer: AdoptedLayer, token_ids: torch.Tensor) -> torch.Tensor:
+def _gathered(layer: AdoptedLayer, token_ids: torch.Tensor, plans: Plans) -> torch.Tensor:
     """Return the row of A of each token's adapter, [1, tokens, max_rank] float32."""
     assert layer.table is not None
     num_slots = layer.weights.num_slots
-    slots = layer.wrapper._token_lora_indices[
-        : token_ids.shape[0]
-    ]  # any row where there is no adapter
-    rows = slots.clamp(0, num_slots - 1) * (layer.table.shape[0] // num_slots) + token_ids
+    slots = plans.token_slots(token_ids.shape[0]).clamp(min=0)  # any row where there is no adapter
+    rows = slots * (layer.table.shape[0] // num_slots) + token_ids
     return torch.nn.functional.embedding(rows, layer.table).unsqueeze(0).float()
 
 

@@ -23,7 +23,7 @@ class _Logits(threading.local):
     """The logits that a thread computes; engines of one process may run in several threads."""
 
     first_token: int | None = None
-    rows_per_request: list[int] | None = None
+    ends: Any = None  # on the host: 0, then the end of each request's rows
 
 
 _logits = _Logits()
@@ -36,7 +36,10 @@ def first_token() -> int | None:
 
 def rows_per_request() -> list[int] | None:
     """Return how many rows of the logits each request has; None where each row is announced."""
-    return _logits.rows_per_request
+    if _logits.ends is None:
+        return None
+    counts = [end - first for first, end in pairwise(_logits.ends.tolist())]
+    return None if all(count == 1 for count in counts) else counts
 
 
 def by_token(compute_logits: Callable[..., Any], hidden_states: torch.Tensor) -> Callable[..., Any]:
@@ -106,9 +109,8 @@ def _sample(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    ends = input_batch.cu_num_logits_np.tolist()  # from 0, on the host
-    _logits.rows_per_request = [end - first for first, end in pairwise(ends)]
+    _logits.ends = input_batch.cu_num_logits_np
     try:
         return original(runner, hidden_states, input_batch, *args, **kwargs)
     finally:
-        _logits.rows_per_request = None
+        _logits.ends = None

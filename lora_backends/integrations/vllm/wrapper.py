@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 from lora_backends import features
-from lora_backends.batch import NO_ADAPTER
+from lora_backends.batch import NO_ADAPTER, LoRABatch
 from lora_backends.common.names import VLLM_FACTORS_VARIABLE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.integrations.plans import Plans
@@ -34,8 +34,8 @@ from lora_backends.integrations.vllm.adapters import invocations
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.selection.choice import get_backend
 
-SHORT = 256
-"""Rows below which lists take less time than operators of torch."""
+SHORT = 512
+"""Rows below which their ids are looked up one by one."""
 
 NEEDED = frozenset({features.CAPACITY, features.SLICE_TENSORS})
 """Features that a backend must have: vLLM pads x without telling, and keeps a tensor per slice."""
@@ -68,6 +68,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         **kwargs: Any,
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        self._left_to_own = _drop_indices(self)
         prompts.follow()
         inputs.follow()
         adapters.follow()
@@ -117,47 +118,21 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         **kwargs: Any,
     ) -> None:
         """Take the next batch: an adapter id per token and per sampled row, on the host."""
-        tokens, sampled = _Runs.of(mapping.index_mapping), _Runs.of(mapping.prompt_mapping)
-        self._write_indices(tokens, mapping, lora_index_to_id, max_loras, vocab_size)
         self.is_prefill = mapping.is_prefill
         slot_of = {id_: slot for slot, id_ in enumerate(lora_index_to_id) if id_ is not None}
-        for plans, runs in (self.tokens, tokens), (self.sampled, sampled):
-            slots = [slot_of[id_] if id_ > 0 else NO_ADAPTER for id_ in runs.ids]
-            plans.set_slots(runs.repeat(slots))
+        slot_of[0] = NO_ADAPTER
+        num_slots = self.tokens.num_slots
+        batch = LoRABatch(_slots(mapping.index_mapping, slot_of), num_slots)
+        self.tokens.set_batch(batch)
+        if mapping.prompt_mapping != mapping.index_mapping:  # equal while all requests decode
+            batch = LoRABatch(_slots(mapping.prompt_mapping, slot_of), num_slots)
+        self.sampled.set_batch(batch)
         part = inputs.part_of(mapping)
         if part:
             inputs.announce(part, self.tokens, self.sampled.slots)
         self._announced = (mapping, lora_index_to_id, max_loras, vocab_size), kwargs
         if self._own is not None:
             self._own.update_metadata(*self._announced[0], **kwargs)
-
-    def _write_indices(
-        self,
-        runs: _Runs,
-        mapping: Any,
-        lora_index_to_id: list[int | None],
-        max_loras: int,
-        vocab_size: int,
-    ) -> None:
-        """Write the index tensors that layers of vLLM read by themselves.
-
-        vLLM computes them token by token in Python: milliseconds for thousands of tokens. Here it
-        computes one token of each run, and the result is repeated.
-        """
-        more = lora_index_to_id, max_loras, vocab_size
-        rows, count = len(mapping.index_mapping), len(runs.ids)
-        if runs.lengths is None or rows < 4 * count:
-            self._update_base_metadata(mapping, *more)
-            return
-        self._update_base_metadata(replace(mapping, index_mapping=tuple(runs.ids)), *more)
-        lengths = runs.lengths
-        if torch.device(self.device).type == "cuda":  # a copy from unpinned memory waits for it
-            lengths = lengths.pin_memory()
-        lengths = lengths.to(self.device, non_blocking=True)
-        for tensor in (self._token_lora_indices, self._embeddings_indices):
-            firsts = tensor[..., :count]
-            tensor[..., :rows] = firsts.repeat_interleave(lengths, -1, output_size=rows)
-        self.indices_len[0] = self.indices_len[3] = rows  # of these two tensors
 
     def add_lora_linear(
         self,
@@ -193,6 +168,8 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     ) -> torch.Tensor:
         """Add the LoRA of a head to the logits y of the sampled rows, or of a prompt's tokens."""
         _check_plain(scale, buffer)
+        if operation.adds_no_logits(lora_a_stacked):
+            return y
         x = _rows(x)
         slots = self._slots_of_logits(x.shape[0])
         if slots is not None:
@@ -206,7 +183,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         first, counts = prompts.first_token(), prompts.rows_per_request()
         if first is not None:
             return self.tokens.slots[first : first + rows]
-        if counts is None or all(count == 1 for count in counts):
+        if counts is None:
             return None
         announced = self.sampled.slots
         if len(counts) != len(announced) or sum(counts) != rows:
@@ -243,16 +220,17 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         module_enabled: torch.Tensor,
     ) -> torch.Tensor:
         """Replace the rows of y whose adapter brings a whole classification head of its own."""
-        slots = self.sampler_indices
-        if slots.shape[0] != y.shape[0]:
+        sampled = self.sampled
+        if sampled.num_rows != y.shape[0]:
             raise InvalidInputError(
                 f"a classification head does not fit the batch that vLLM has announced\n"
-                f"  given: {y.shape[0]} rows\n  allowed: {slots.shape[0]}"
+                f"  given: {y.shape[0]} rows\n  allowed: {sampled.num_rows}"
             )
-        if self.sampled.is_idle:
+        if sampled.is_idle:
             return y
         h = y.new_empty((1, y.shape[0], weight_stacked.shape[-2]), dtype=torch.float32)
         run(h, x, weight_stacked, operation.FULL)
+        slots = sampled.token_slots(y.shape[0])
         known = slots.clamp(min=0)
         is_full = (slots >= 0) & module_enabled[known]
         full = h[0].to(y.dtype) + bias_stacked[known].to(y.dtype)
@@ -338,37 +316,44 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         return self._own
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of vLLM's own wrapper, which vLLM reads where it runs the experts."""
+        """Return an attribute of vLLM's own wrapper, which vLLM reads where it runs the experts.
+
+        That wrapper is made when a layer reads index tensors by itself.
+        """
         own = self.__dict__.get("_own")
+        if own is None and name in self.__dict__.get("_left_to_own", ()):
+            own = self.own()
         if own is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(own, name)
 
 
-class _Runs(NamedTuple):
-    """Ids of rows; those of many rows are shortened to runs of equal ones."""
-
-    ids: Sequence[int]
-    lengths: torch.Tensor | None  # [runs] int64, on the CPU; None: each is one row
-
-    @classmethod
-    def of(cls, ids: Sequence[int]) -> _Runs:
-        if len(ids) < SHORT:
-            return cls(ids, None)
-        rows = torch.from_numpy(np.fromiter(ids, np.int64, len(ids)))
-        values, lengths = torch.unique_consecutive(rows, return_counts=True)
-        return cls(values.tolist(), lengths)
-
-    def repeat(self, values: list[int]) -> torch.Tensor | list[int]:
-        """Return the value of each row from that of each id."""
-        if self.lengths is None:
-            return values
-        # beside the lengths, whatever torch's default device
-        return torch.tensor(values, device="cpu").repeat_interleave(self.lengths)
+def _slots(ids: Sequence[int], slot_of: Mapping[int, int]) -> npt.NDArray[np.int64]:
+    """Return the slot of each row from the id of its adapter."""
+    if len(ids) < SHORT:
+        return np.fromiter(map(slot_of.__getitem__, ids), np.int64, len(ids))
+    # a prefill: runs of equal ids
+    every = np.fromiter(ids, np.int64, len(ids))
+    firsts = np.flatnonzero(every[1:] != every[:-1]) + 1
+    firsts = np.concatenate(([0], firsts))
+    slots = [slot_of[id_] for id_ in every[firsts].tolist()]
+    return np.repeat(slots, np.diff(firsts, append=len(every)))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1, tensor.shape[-1])
+
+
+def _drop_indices(wrapper: PunicaWrapperBase) -> set[str]:
+    """Remove the index tensors that vLLM's own layers read, and return their names.
+
+    The layers taken over do not read them, and each batch would rewrite them by 18 launches.
+    """
+    names = {name for name, value in vars(wrapper).items() if isinstance(value, torch.Tensor)}
+    names.add("indices_len")  # of these tensors
+    for name in names:
+        delattr(wrapper, name)
+    return names
 
 
 def _check_plain(scale: float, buffer: Any = None) -> None:

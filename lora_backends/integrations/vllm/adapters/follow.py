@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from lora_backends.adapters.files.limits import LoadLimits
 from lora_backends.adapters.peft.checkpoint import read_tensors
 from lora_backends.adapters.peft.config import read_json_object
 from lora_backends.errors import LoRABackendError
-from lora_backends.integrations.vllm.adapters import blends
+from lora_backends.integrations.vllm.adapters import blends, invocations
 from lora_backends.integrations.vllm.adapters.load import check, extras_of, load, needs_our_reader
 from lora_backends.integrations.vllm.layers import set_factors
 from lora_backends.integrations.vllm.live.reading import pack_once
 from lora_backends.integrations.vllm.live.worker import found
 from lora_backends.integrations.vllm.methods import replace
+
+
+_id_of = attrgetter("lora_int_id")
 
 
 def follow() -> None:
@@ -43,6 +47,8 @@ def _load_adapter(original: Callable[..., Any], worker: Any, request: Any) -> An
     lora = _read(original, worker, request) if terms is None else _blend(worker, request, terms)
     known = worker.__dict__.setdefault("lora_backends_requests", {})
     known[request.lora_name] = request
+    blended: set[int] = worker.__dict__.setdefault("lora_backends_blended", set())
+    (blended.add if extras_of(lora).parts else blended.discard)(request.lora_int_id)
     return lora
 
 
@@ -120,20 +126,24 @@ def _in_order(
 
     vLLM passes a set, whose order differs between processes. Outdated blends are loaded again.
     """
-    ordered = sorted(filter(None, requests), key=lambda r: r.lora_int_id)
-    known = getattr(worker, "lora_backends_requests", {})
-    for request in ordered if known else ():
-        lora = worker._adapter_manager.list_adapters().get(request.lora_int_id)
-        if lora is not None and _is_outdated(lora, known):
-            worker._adapter_manager.remove_adapter(request.lora_int_id)
+    ordered = sorted(filter(None, requests), key=_id_of)
+    blended = worker.__dict__.get("lora_backends_blended")
+    if blended:  # this runs in every step
+        known, held = worker.lora_backends_requests, worker._adapter_manager.list_adapters()
+        for id_ in [request.lora_int_id for request in ordered if request.lora_int_id in blended]:
+            if id_ in held and _is_outdated(held[id_], known):
+                worker._adapter_manager.remove_adapter(id_)
     return original(worker, ordered, mapping)
 
 
 def _activate(original: Callable[..., Any], manager: Any, lora_id: int) -> Any:
     """Let vLLM write A and B into a slot, then write the adapter's scales and biases."""
     was_activated = original(manager, lora_id)
+    if not was_activated:
+        return was_activated  # as in every step, for each adapter of the batch
     extras = extras_of(manager._registered_adapters.cache[lora_id])
-    if was_activated and extras.factors:
+    invocations.note_activated(manager, extras)
+    if extras.factors:
         slot = manager.lora_index_to_id.index(lora_id)
         try:
             for target, factors in extras.factors.items():

@@ -16,12 +16,12 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lora_backends.adapters.files.formats import CONFIG_FILE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
-from lora_backends.integrations.vllm.adapters.blends import terms_of
-from lora_backends.integrations.vllm.adapters.load import extras_of
+from lora_backends.integrations.vllm.adapters.blends import Term, terms_of
+from lora_backends.integrations.vllm.adapters.load import Extras, extras_of
 from lora_backends.integrations.vllm.methods import SECOND, replace
 
 HASHES = "vllm.v1.core.kv_cache_utils"
@@ -123,12 +123,16 @@ def _first_runner(
 def _note_prompts(original: Callable[..., Any], runner: Any, scheduled: Any) -> Any:
     """Keep the prompts of requests with adapters: this runner has them only on the device."""
     result = original(runner, scheduled)
+    if not scheduled.scheduled_new_reqs:
+        return result
     known = runner.__dict__.setdefault("lora_backends_prompts", {})
     for name in [name for name in known if name not in runner.req_states.req_id_to_index]:
         del known[name]
     for new in scheduled.scheduled_new_reqs:
         if new.lora_request is not None:
             known[new.req_id] = new.prompt_token_ids or ()
+        else:
+            known.pop(new.req_id, None)  # of a finished request with the same id
     return result
 
 
@@ -151,10 +155,16 @@ def _done(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) 
         _batch.rows = None
 
 
+def note_activated(manager: Any, extras: Extras) -> None:
+    """Note whether an adapter that vLLM has written into a slot has an invocation."""
+    if extras.invocation:
+        manager.lora_backends_has_invocations = True  # until then a step looks at no row
+
+
 def _from_invocation(original: Callable[..., Any], manager: Any, mapping: Any, *args: Any) -> Any:
     """Remove the adapter from the tokens before a request's invocation."""
     rows = _batch.rows
-    if rows is not None:
+    if rows is not None and manager.__dict__.get("lora_backends_has_invocations"):
         mapping = _changed(manager, mapping, rows)
     return original(manager, mapping, *args)
 
@@ -215,6 +225,25 @@ def _note_path(original: Callable[..., Any], executor: Any, request: Any) -> Any
     return result
 
 
+class _Adapter(NamedTuple):
+    """What the keys of a request's blocks depend on; reading it takes system calls."""
+
+    terms: Sequence[Term]  # of a blend
+    invocation: tuple[int, ...]
+
+
+def _adapter_of(request: Any) -> _Adapter:
+    """Return the adapter of a request as it was when its first block was hashed."""
+    found: _Adapter | None = getattr(request, "lora_backends_adapter", None)
+    if found is None:
+        lora = request.lora_request
+        _paths[lora.lora_name] = lora.lora_path
+        terms = _terms_of(lora.lora_path)
+        found = _Adapter(terms, () if terms else invocation_at(lora.lora_path))
+        request.lora_backends_adapter = found
+    return found
+
+
 def _keys(
     original: Callable[..., Any], request: Any, first: int, end: int, *args: Any
 ) -> tuple[tuple[Any, ...] | None, int]:
@@ -225,14 +254,11 @@ def _keys(
     elsewhere. Blocks of a blend get the paths of its parts, which may be loaded again from others.
     """
     keys, place = original(request, first, end, *args)
-    lora = request.lora_request
-    if not lora:
+    if not request.lora_request:
         return keys, place
-    _paths[lora.lora_name] = lora.lora_path
-    parts = _paths_of_parts(lora.lora_path)
-    if parts:
-        return (*(keys or ()), ("blend_of", *parts)), place
-    invocation = invocation_at(lora.lora_path)
+    terms, invocation = _adapter_of(request)
+    if terms:
+        return (*(keys or ()), ("blend_of", *_paths_of_parts(terms))), place
     if not invocation:
         return keys, place
     start = getattr(request, "lora_backends_start", -1)
@@ -251,15 +277,19 @@ live_invocations: dict[str, tuple[int, ...]] = {}
 """Invocation tokens of live adapters, which have no folder, by `lora_path`."""
 
 
-def _paths_of_parts(path: str) -> list[str]:
-    """Return the paths of a blend's parts, and of blends among them; [] for another adapter."""
+def _terms_of(path: str) -> Sequence[Term]:
+    """Return the terms of a blend; () for another adapter."""
     try:
-        terms = terms_of(path) or []
+        return terms_of(path) or ()
     except InvalidInputError:
-        return []  # the worker refuses it
+        return ()  # the worker refuses it
+
+
+def _paths_of_parts(terms: Sequence[Term]) -> list[str]:
+    """Return the paths of a blend's parts, and of blends among them."""
     names = [term.name for term in terms]
     for name in names:  # grows by the names of blends in a blend
-        nested = terms_of(_paths.get(name, "")) or []
+        nested = _terms_of(_paths.get(name, ""))
         names += [term.name for term in nested if term.name not in names]
     return [_paths.get(name, name) for name in names]
 
@@ -270,17 +300,31 @@ def invocation_at(path: str) -> tuple[int, ...]:
 
 
 def _invocation_of_folder(path: str) -> tuple[int, ...]:
-    from vllm.lora.utils import get_adapter_absolute_path
-
     if terms_of(path) is not None:
         return ()  # a blend has none
-    file = Path(get_adapter_absolute_path(path)) / CONFIG_FILE
+    file = Path(_folder_of(path)) / CONFIG_FILE
     try:
         status = file.stat()
         # a trainer may write another adapter to the same path
         return _invocation_of_file(file, status.st_mtime_ns, status.st_size, status.st_ino)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return ()  # the worker reports the error
+
+
+_downloaded: dict[str, str] = {}
+"""The folder of each adapter that is named by its place in a hub, once it is there."""
+
+
+def _folder_of(path: str) -> str:
+    """Return the folder of an adapter; vLLM would ask the hub in every call."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    if path not in _downloaded:
+        folder: str = get_adapter_absolute_path(path)
+        if Path(path).exists() or not Path(folder).is_dir():
+            return folder
+        _downloaded[path] = folder
+    return _downloaded[path]
 
 
 @lru_cache(maxsize=4096)
