@@ -59,7 +59,7 @@ class CsgmvPlan(SgmvPlan):
     def _view_tables(self) -> Tables:
         first, size, room = self.tables_at(), self.run_tokens, self.most_runs
         at = first + layout.run_tables_size(size, room)
-        starts = self.packed.as_strided((self.most_rows + 1,), (1,), at)
+        starts = layout.view(self.packed, at, self.most_rows + 1)
         return *layout.run_tables(self.packed, first, size, room), starts
 
     @override

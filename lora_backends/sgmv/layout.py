@@ -227,7 +227,11 @@ class SgmvPlan(CachingPlan):
         if self._places is None:
             self._places = self._find_places()
         at, slots_at, tokens_at, end = self._places
-        self._stage_scales(staged, batch)
+        has_scales = batch.token_scales is not None
+        if has_scales or (self.is_captured and self.token_scales is not None):
+            self._stage_scales(staged, batch)
+        else:
+            self.token_scales = None
         num_tokens = self.num_tokens = batch.num_tokens
         staged[at : at + num_tokens] = counted.slots
         staged[at + num_tokens : end] = EMPTY
@@ -246,14 +250,10 @@ class SgmvPlan(CachingPlan):
         return Places(at, tables, tables + aligned(self.most_runs), end)
 
     def _stage_scales(self, staged: npt.NDArray[np.int32], batch: LoRABatch) -> None:
-        given = batch.token_scales
-        if given is None and not (self.is_captured and self.token_scales is not None):
-            self.token_scales = None
-            return
         scales = staged[: self.capacity].view(np.float32)
         scales[:] = 1
-        if given is not None:
-            scales[: batch.num_tokens] = given.numpy()
+        if batch.token_scales is not None:
+            scales[: batch.num_tokens] = batch.token_scales.numpy()
         self.token_scales = self._scales()
 
     def sizes_key(self, batch: LoRABatch) -> tuple[int, int]:
@@ -438,8 +438,13 @@ def run_tables(
     packed: torch.Tensor, first: int, size: int, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the slots [room] and the tokens [room, size] of runs, which begin at `first`."""
-    slots = packed.as_strided((room,), (1,), first)  # slicing takes longer
-    return slots, packed.as_strided((room, size), (size, 1), first + aligned(room))
+    return view(packed, first, room), view(packed, first + aligned(room), room, size)
+
+
+def view(packed: torch.Tensor, first: int, *shape: int) -> torch.Tensor:
+    """Return the values from `first` on as a contiguous tensor; slicing takes longer."""
+    strides = (shape[-1], 1) if len(shape) == 2 else (1,)
+    return packed.as_strided(shape, strides, packed.storage_offset() + first)
 
 
 def most_run_tables(capacity: int, num_slots: int, sizes: Sequence[int]) -> int:

@@ -3,6 +3,7 @@
 import os
 import sys
 
+import numpy as np
 import pytest
 import torch
 from helpers.engines import ENGINES
@@ -11,6 +12,7 @@ from numba import config
 
 import lora_backends
 from lora_backends import get_backend
+from lora_backends.integrations import plans
 from lora_backends.sgmv import engine
 from lora_backends.sgmv.launching.kernel import SpecializedKernel
 
@@ -61,3 +63,18 @@ def test_the_triton_engines_run_a_known_layer_in_few_calls(name, has_grad_mode, 
         calls = calls_of_linear(ENGINES[name]("cpu"))
     files = {file for file, _ in calls} | {sys.modules[SpecializedKernel.__module__].__file__}
     assert len(calls) + LAUNCHES <= MOST_CALLS and len(files) <= MOST_FILES, calls
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_changed_batch_reaches_eight_captured_plans_in_few_calls(name, monkeypatch):
+    """As at nearly every step of a server, where requests come and end."""
+    monkeypatch.setattr(plans, "_sizes", lambda *_: [64 << bits for bits in range(8)])
+    rooms = plans.Plans(ENGINES[name]("cpu"), 64, 8192)
+    rooms.set_slots([row % 64 for row in range(64)])
+    held = [rooms.of(room.capacity) for room in rooms._rooms]
+    for room in rooms._rooms:
+        room.is_captured = room.plan.is_captured = True
+    ids = np.arange(64)[::-1]
+    calls = calls_of(lambda: rooms.set_slots(ids))
+    assert all(plan.token_slots()[:64].tolist() == ids.tolist() for plan in held)
+    assert len(calls) <= 30 + 8 * len(held), calls

@@ -9,8 +9,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from helpers.engines import VARIANTS, make_engine
 
-from lora_backends import LoRABatch, csgmv
+from lora_backends import InvalidInputError, LoRABatch, csgmv
 from lora_backends.csgmv import plan as csgmv_plan
 from lora_backends.dispatch import many_adapters
 from lora_backends.sgmv import layout
@@ -241,3 +242,105 @@ def test_a_group_of_csgmv_holds_the_tokens_of_a_tile_of_triton():
         groups = make_plan(slots, num_slots, segment, group)
         assert tiles.most_runs == groups.most_rows
         assert [tokens for _, tokens in rows_of(tiles)] == [tokens for _, tokens in rows_of(groups)]
+
+
+def single_refills(engine, num_slots, capacities):
+    """Return a plan for each number of tokens, made and refilled alone."""
+    empty = LoRABatch([], num_slots)
+    return [engine.prepare_batch(empty, capacity=capacity) for capacity in capacities]
+
+
+def assert_same(plan, wanted):
+    assert (plan.num_tokens, plan.num_runs, plan.cut) == (
+        wanted.num_tokens,
+        wanted.num_runs,
+        wanted.cut,
+    )
+    assert torch.equal(plan.token_slots(), wanted.token_slots())
+    assert all(map(torch.equal, views_of(plan), views_of(wanted)))
+    rows = wanted.num_tokens
+    assert all(plan.grid_rows(c, rows) == wanted.grid_rows(c, rows) for c in (False, True))
+
+
+@pytest.fixture(params=VARIANTS)
+def engine(request):
+    """Return an engine that prepares batches; it need not launch."""
+    return make_engine(request.param, "cpu")
+
+
+def test_plans_refilled_together_are_those_refilled_alone(engine):
+    """Captured plans keep their sizes, the others follow each batch."""
+    capacities, num_slots, generator = (8, 32, 256, 2000), 5, random.Random(0)
+    plans = engine.prepare_rooms(num_slots, capacities)
+    alone = single_refills(engine, num_slots, capacities)
+    for step, tokens in enumerate([8, 3, 0, 1, 32, 20, 256, 2000, 5, 1500, 8, 2]):
+        slots = [generator.randint(-1, num_slots - 1) for _ in range(tokens)]
+        fits = [i for i, capacity in enumerate(capacities) if capacity >= tokens]
+        engine.refill(LoRABatch(slots, num_slots), [plans[i] for i in fits])
+        for i in fits:
+            engine.prepare_batch(LoRABatch(slots, num_slots), out=alone[i])
+            assert_same(plans[i], alone[i])
+            assert plans[i].refills == alone[i].refills
+        if step in (0, 5):
+            for plan in (plans[step // 5 * 2], alone[step // 5 * 2]):
+                plan.is_captured = True
+
+
+def test_one_copy_sends_plans_that_lie_side_by_side_and_leaves_the_others(engine, monkeypatch):
+    plans = engine.prepare_rooms(3, (8, 16, 32, 64))
+    engine.refill(LoRABatch([0, 1, 2], 3), plans)
+    sent, fill = [], layout._fill_side_by_side
+    monkeypatch.setattr(
+        layout, "_fill_side_by_side", lambda group, *more: sent.append(group) or fill(group, *more)
+    )
+    engine.refill(LoRABatch([2, -1], 3), plans)
+    assert [list(map(id, group)) for group in sent] == [list(map(id, plans))]
+    sent.clear()
+    batch, left = LoRABatch([1] * 5, 3), plans[1].packed.clone()
+    engine.refill(batch, [plans[0], *plans[2:]])
+    assert [len(group) for group in sent] == [1, 2]
+    assert torch.equal(plans[1].packed, left), "it lies between the others"
+    wanted = engine.prepare_batch(batch, out=single_refills(engine, 3, (64,))[0])
+    assert_same(plans[3], wanted)
+    sent.clear()
+    engine.refill(batch, plans[::-1])  # in another order: a copy for each
+    assert [len(group) for group in sent] == [1] * 4
+    assert_same(plans[3], wanted)
+
+
+def test_a_batch_that_a_plan_cannot_take_changes_none(engine):
+    plans = engine.prepare_rooms(3, (8, 16))
+    engine.refill(LoRABatch([0, 1, 2], 3), plans)
+    before = [(plan.packed.clone(), plan.refills) for plan in plans]
+    plans[1].is_captured = True
+    for refused in (LoRABatch([0] * 9, 3), LoRABatch([0], 4), LoRABatch([0], 3, [0.5])):
+        with pytest.raises(InvalidInputError):
+            engine.refill(refused, plans[::-1])
+    for plan, (packed, refills) in zip(plans, before, strict=True):
+        assert torch.equal(plan.packed, packed) and plan.num_tokens == 3
+        assert plan.refills <= refills + 1
+
+
+def test_a_subclass_that_prepares_batches_in_its_own_way_is_asked(engine):
+    asked = []
+
+    class Noting(type(engine)):
+        def prepare_batch(self, batch, out=None, capacity=None):
+            asked.append(out)
+            return super().prepare_batch(batch, out, capacity)
+
+    noting = Noting("cpu")
+    plans = noting.prepare_rooms(3, (8, 16))
+    noting.refill(LoRABatch([0, 1], 3), plans)
+    assert asked == plans
+
+
+def test_a_copy_of_a_plan_has_memory_of_its_own(engine):
+    plans = engine.prepare_rooms(3, (8, 16, 32))
+    engine.refill(LoRABatch([0, 1, 2], 3), plans)
+    copied, before = copy.deepcopy(plans[1]), plans[1].packed.clone()
+    size = copied.packed.numel() * copied.packed.element_size()
+    assert copied.packed.untyped_storage().nbytes() == size
+    engine.refill(LoRABatch([2, 2], 3), [copied, plans[2]])
+    assert torch.equal(plans[1].packed, before)
+    assert_same(copied, engine.prepare_batch(LoRABatch([2, 2], 3), capacity=16))

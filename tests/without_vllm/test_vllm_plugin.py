@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.engines import ENGINES
 
 from lora_backends import (
     BackendUnavailableError,
@@ -14,6 +15,7 @@ from lora_backends import (
     UnsupportedInputError,
 )
 from lora_backends.common.names import VLLM_VARIABLE
+from lora_backends.integrations import plans as of_plans
 from lora_backends.integrations.plans import Plans
 from lora_backends.integrations.vllm.layers import true_ranks
 from lora_backends.integrations.vllm.plugin import backend_asked_for, check_settings, check_version
@@ -160,6 +162,27 @@ def test_captured_plans_are_refilled_at_once_and_others_when_used(capturing):
     seen = len(large.refills)
     assert plans.of(40) is plans.of(64) is large
     assert len(large.refills) == seen + 1, "one refill for all layers"
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_all_captured_plans_with_room_hold_each_batch(name, capturing, monkeypatch):
+    """An engine may pad a batch to any captured size: the engines' plans share one copy."""
+    monkeypatch.setattr(of_plans, "_sizes", lambda *_: [8, 16, 32, 64])
+    monkeypatch.setattr(of_plans, "is_capturing", lambda device: capturing.now)
+    plans = Plans(ENGINES[name]("cpu"), num_slots=4, capacity=64)
+    plans.set_slots([3] * 5)
+    made = {rows: plans.of(rows) for rows in (8, 16, 32, 64)}
+    capturing.now = True
+    for rows in (8, 16, 64):  # not 32, which lies between them
+        plans.of(rows)
+    capturing.now = False
+    for slots in ([1, -1, 2], [], [0] * 16, [2] * 40, [3, 0, 1]):
+        plans.set_slots(slots)
+        for rows, plan in made.items():
+            if rows != 32 and rows >= len(slots):
+                assert plan.token_slots().tolist() == slots + [-1] * (rows - len(slots))
+    assert plans.of(20) is made[32]
+    assert made[32].token_slots()[:4].tolist() == [3, 0, 1, -1]
 
 
 def test_a_graph_captures_no_plan_that_the_host_would_have_to_refill(capturing):

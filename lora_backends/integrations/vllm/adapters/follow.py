@@ -20,7 +20,6 @@ from lora_backends.integrations.vllm.live.reading import pack_once
 from lora_backends.integrations.vllm.live.worker import found
 from lora_backends.integrations.vllm.methods import replace
 
-
 _id_of = attrgetter("lora_int_id")
 
 
