@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lora_backends.backend import LoRABackend
@@ -109,24 +110,25 @@ class Plans:
     def set_batch(self, batch: LoRABatch) -> None:
         """Take the batch that the next calls run on, with `num_slots` slots."""
         self._every: int | None = None
-        self._is_idle = not (batch.token_slots.numpy() != NO_ADAPTER).any()
         self._take(batch)
 
     def set_every(self, slot: int) -> None:
         """Take batches of any number of rows, all of one slot, or `NO_ADAPTER`."""
         batch = LoRABatch([slot], self.num_slots)
         self._every = slot
-        self._is_idle = slot == NO_ADAPTER
         self._take(batch)
 
     def _take(self, batch: LoRABatch) -> None:
         self._batch = batch
+        self._is_idle: bool | None = None  # not known yet: replays of graphs do not ask
         self.num_rows = batch.num_tokens
         self._is_announced = True
         for room in self._rooms:
             room.is_current = False
         # a replay reads a plan without running Python, and the engine does not tell which
-        self._refill([r for r in self._rooms if r.is_captured and r.capacity >= self.num_rows])
+        captured = [r for r in self._rooms if r.is_captured and r.capacity >= self.num_rows]
+        if captured:
+            self._refill(captured)
 
     @property
     def is_idle(self) -> bool:
@@ -141,6 +143,9 @@ class Plans:
                 "a CUDA graph captures LoRA layers whose batch the engine has not announced\n"
                 "  to do: capture no graph of an encoder (vLLM: cudagraph_mm_encoder=false)"
             )
+        if self._is_idle is None:
+            slots = self._batch.token_slots.numpy() if self._every is None else self._every
+            self._is_idle = not np.any(np.not_equal(slots, NO_ADAPTER))
         return self._is_idle
 
     def may_be_captured(self, rows: int) -> bool:

@@ -346,6 +346,13 @@ class Counted:
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     # what one plan has computed from them, for the next plan
 
+    def order(self) -> Ints:
+        """Return the tokens that have an adapter, as `permutation`."""
+        order: Ints | None = self.kept.get("order")
+        if order is None:
+            order = self.kept["order"] = permutation(self)
+        return order
+
     def runs(self, size: int) -> Runs:
         """Return the runs of at most `size` tokens, a power of two."""
         runs: Runs | None = self.kept.get(size)
@@ -411,7 +418,7 @@ def cut_runs(counted: Counted, size: int) -> Runs:
     >>> runs.slots.tolist(), runs.tokens.tolist()
     ([0, 2, 2], [2, -1, 0, 3, 4, -1])
     """
-    order, of_slots = permutation(counted), counted.counts[1:]
+    order, of_slots = counted.order(), counted.counts[1:]
     if not order.size:
         return Runs(order.astype(np.int32), order.astype(np.int32))
     places = padding_before(of_slots, size).repeat(of_slots)
