@@ -85,6 +85,8 @@ def _v1(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    if not getattr(runner, "num_prompt_logprobs", True):  # as in nearly every step
+        return original(runner, hidden_states, *args, **kwargs)
     compute = by_token(runner.model.compute_logits, hidden_states)
     with replaced_on(runner.model, "compute_logits", compute):
         return original(runner, hidden_states, *args, **kwargs)

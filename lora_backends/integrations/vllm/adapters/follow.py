@@ -126,10 +126,11 @@ def _in_order(
     vLLM passes a set, whose order differs between processes. Outdated blends are loaded again.
     """
     ordered = sorted(filter(None, requests), key=_id_of)
-    blended = worker.__dict__.get("lora_backends_blended")
-    if blended:  # this runs in every step
+    blended = worker.__dict__.get("lora_backends_blended", ())
+    asked = [id_ for id_ in map(_id_of, ordered) if id_ in blended] if blended else ()
+    if asked:  # not in every step
         known, held = worker.lora_backends_requests, worker._adapter_manager.list_adapters()
-        for id_ in [request.lora_int_id for request in ordered if request.lora_int_id in blended]:
+        for id_ in asked:
             if id_ in held and _is_outdated(held[id_], known):
                 worker._adapter_manager.remove_adapter(id_)
     return original(worker, ordered, mapping)
