@@ -68,13 +68,13 @@ class CsgmvBackend(SgmvBackend):
         self.segment_size = _checked_segment_size(segment_size)
 
     @override
-    def cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
+    def _cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
         tokens, slots = self.batch_to_tile(num_tokens, active_slots)
         return segment_and_group(self.segment_size, self.tile_source.tile_tokens(tokens, slots))
 
     @override
-    def run_sizes(self) -> tuple[int, ...]:
-        return super().run_sizes() if self.segment_size == "auto" else (self.segment_size,)
+    def _run_sizes(self) -> tuple[int, ...]:
+        return super()._run_sizes() if self.segment_size == "auto" else (self.segment_size,)
 
 
 def segment_and_group(segment_size: int | Literal["auto"], tile_tokens: int) -> tuple[int, int]:

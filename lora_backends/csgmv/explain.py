@@ -9,7 +9,7 @@ from lora_backends.csgmv import segment_and_group
 from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.explain import Explanation, Layer, Piece, table_device
 from lora_backends.sgmv.explain import Cut, explanation
-from lora_backends.sgmv.layout import EMPTY, count_tokens
+from lora_backends.sgmv.runs import EMPTY, count_tokens
 from lora_backends.sgmv.tiles.source import tile_source
 
 SEGMENT_SIZE = 16

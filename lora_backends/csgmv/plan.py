@@ -12,8 +12,9 @@ import torch
 from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
-from lora_backends.sgmv import layout
-from lora_backends.sgmv.layout import Counted, Ints, RowSizes, SgmvPlan, Tables
+from lora_backends.sgmv import runs
+from lora_backends.sgmv.layout import RowSizes, SgmvPlan, Tables
+from lora_backends.sgmv.runs import Counted, Ints
 
 
 @dataclass(eq=False)
@@ -43,13 +44,13 @@ class CsgmvPlan(SgmvPlan):
     @override
     def grid_rows(self, capturing: bool, rows: int) -> int:
         if capturing:
-            return layout.max_runs(rows, self.num_slots, self.tile_tokens)
+            return runs.max_runs(rows, self.num_slots, self.tile_tokens)
         return self.num_groups
 
     @override
     def h_rows(self, rows: int) -> int:
         # all places that a refill of as many tokens can use: the strides of h stay the same
-        return layout.max_runs(rows, self.num_slots, self.run_tokens) * self.run_tokens
+        return runs.max_runs(rows, self.num_slots, self.run_tokens) * self.run_tokens
 
     @override
     def row_constants(self, by_token: bool) -> RowSizes:
@@ -58,15 +59,15 @@ class CsgmvPlan(SgmvPlan):
     @override
     def _view_tables(self) -> Tables:
         first, size, room = self.tables_at(), self.run_tokens, self.most_runs
-        at = first + layout.run_tables_size(size, room)
-        starts = layout.view(self.packed, at, self.most_rows + 1)
-        return *layout.run_tables(self.packed, first, size, room), starts
+        at = first + runs.run_tables_size(size, room)
+        starts = runs.view(self.packed, at, self.most_rows + 1)
+        return *runs.run_tables(self.packed, first, size, room), starts
 
     @override
     @classmethod
     def packed_size(cls, capacity: int, num_slots: int, run_sizes: Sequence[int]) -> int:
         # groups are never more than segments
-        groups = layout.max_runs(capacity, num_slots, min(run_sizes)) + 1
+        groups = runs.max_runs(capacity, num_slots, min(run_sizes)) + 1
         return super().packed_size(capacity, num_slots, run_sizes) + groups
 
     @override
@@ -87,7 +88,7 @@ def group_starts(counted: Counted, segment_size: int, group_size: int) -> Ints:
     key = segment_size, group_size
     starts: Ints | None = counted.kept.get(key)
     if starts is None:
-        starts = starts_of_groups(layout.split(counted.counts[1:], segment_size), group_size)
+        starts = starts_of_groups(runs.split(counted.counts[1:], segment_size), group_size)
         counted.kept[key] = starts
     return starts
 
@@ -98,7 +99,7 @@ def starts_of_groups(segments: Ints, group_size: int) -> Ints:
     >>> starts_of_groups(np.array([1, 0, 3]), 2).tolist()
     [0, 1, 3]
     """
-    groups = layout.split(segments, group_size)
+    groups = runs.split(segments, group_size)
     starts: Ints = np.arange(int(groups.sum())) * group_size
-    starts -= layout.padding_before(segments, group_size).repeat(groups)
+    starts -= runs.padding_before(segments, group_size).repeat(groups)
     return starts

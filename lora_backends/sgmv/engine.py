@@ -43,7 +43,8 @@ from lora_backends.sgmv.launching.kernel import (
     has_programmatic_launch,
 )
 from lora_backends.sgmv.launching.tma import has_tma
-from lora_backends.sgmv.layout import SgmvPlan, count_tokens, fill_plans
+from lora_backends.sgmv.layout import SgmvPlan, fill_plans
+from lora_backends.sgmv.runs import count_tokens
 from lora_backends.sgmv.tiles.first_use import asked_source
 from lora_backends.sgmv.tiles.gpu import gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
@@ -128,12 +129,12 @@ class SgmvBackend(LoRABackend):
         """
         return recording(recorded)
 
-    def cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
+    def _cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
         """Return the sizes that a batch is cut by: the run's, then what `plan_type.stage` takes."""
         raise NotImplementedError
 
-    def run_sizes(self) -> tuple[int, ...]:
-        """Return the tokens per run that `cut` may choose where it follows the batch."""
+    def _run_sizes(self) -> tuple[int, ...]:
+        """Return the tokens per run that `_cut` may choose where it follows the batch."""
         return TILE_TOKENS
 
     @override
@@ -141,10 +142,10 @@ class SgmvBackend(LoRABackend):
         self, batch: LoRABatch, out: SgmvPlan | None = None, capacity: int | None = None
     ) -> SgmvPlan:
         counted = count_tokens(batch)
-        cut = self.cut(batch.num_tokens, counted.active)
+        cut = self._cut(batch.num_tokens, counted.active)
         plan = out
         if plan is None:
-            sizes = (cut[0],) if capacity is None else (*self.run_sizes(), cut[0])
+            sizes = (cut[0],) if capacity is None else (*self._run_sizes(), cut[0])
             plan = self.plan_type.with_room(batch, capacity, sizes, self.device)
         plan.fill(batch, counted, *cut)
         return plan
@@ -154,7 +155,7 @@ class SgmvBackend(LoRABackend):
 
         They lie side by side in one buffer, so that one copy sends a batch to all of them.
         """
-        return self.plan_type.in_one_buffer(num_slots, capacities, self.run_sizes(), self.device)
+        return self.plan_type.in_one_buffer(num_slots, capacities, self._run_sizes(), self.device)
 
     def refill(self, batch: LoRABatch, plans: Sequence[SgmvPlan]) -> None:
         """Refill plans as ``prepare_batch(batch, out=plan)`` does; the batch is sorted once.
@@ -175,7 +176,7 @@ class SgmvBackend(LoRABackend):
         for plan in plans:
             count_refill(plan)
         counted = count_tokens(batch)
-        fill_plans(plans, batch, counted, self.cut(batch.num_tokens, counted.active))
+        fill_plans(plans, batch, counted, self._cut(batch.num_tokens, counted.active))
 
     @override
     def run_lora_a(

@@ -42,6 +42,6 @@ class TritonBackend(SgmvBackend):
     package = __name__
 
     @override
-    def cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
+    def _cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
         tokens, slots = self.batch_to_tile(num_tokens, active_slots)
         return (self.tile_source.tile_tokens(tokens, slots),)

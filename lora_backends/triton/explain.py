@@ -7,7 +7,7 @@ import torch
 from lora_backends.batch import LoRABatch
 from lora_backends.explain import Explanation, Layer, Piece, table_device
 from lora_backends.sgmv.explain import Cut, explanation
-from lora_backends.sgmv.layout import EMPTY, count_tokens
+from lora_backends.sgmv.runs import EMPTY, count_tokens
 from lora_backends.sgmv.tiles.source import tile_source
 from lora_backends.triton.plan import TritonPlan
 

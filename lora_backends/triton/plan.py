@@ -10,9 +10,10 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from lora_backends.batch import LoRABatch
-from lora_backends.sgmv import layout
+from lora_backends.sgmv import runs
 from lora_backends.sgmv.launching.kernel import ABSENT
-from lora_backends.sgmv.layout import Counted, RowSizes, SgmvPlan, Tables
+from lora_backends.sgmv.layout import RowSizes, SgmvPlan, Tables
+from lora_backends.sgmv.runs import Counted
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class TritonPlan(SgmvPlan):
     @override
     def _view_tables(self) -> Tables:
         first = self.tables_at()
-        return *layout.run_tables(self.packed, first, self.run_tokens, self.most_runs), ABSENT
+        return *runs.run_tables(self.packed, first, self.run_tokens, self.most_runs), ABSENT
 
     @override
     def stage(

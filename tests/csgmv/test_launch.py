@@ -9,7 +9,7 @@ from lora_backends import InvalidInputError, get_backend
 from lora_backends.csgmv import CsgmvBackend
 from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.sgmv import launch
-from lora_backends.sgmv.layout import count_tokens
+from lora_backends.sgmv.runs import count_tokens
 
 
 def test_rows_of_h_follow_the_permutation(device):

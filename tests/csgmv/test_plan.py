@@ -8,7 +8,7 @@ import torch
 from lora_backends import LoRABatch
 from lora_backends.csgmv import SEGMENT_SIZES, segment_and_group
 from lora_backends.csgmv.plan import CsgmvPlan
-from lora_backends.sgmv.layout import count_tokens
+from lora_backends.sgmv.runs import count_tokens
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 
 

@@ -14,7 +14,7 @@ from helpers.engines import VARIANTS, make_engine
 from lora_backends import InvalidInputError, LoRABatch, csgmv
 from lora_backends.csgmv import plan as csgmv_plan
 from lora_backends.dispatch import many_adapters
-from lora_backends.sgmv import layout
+from lora_backends.sgmv import layout, runs
 from lora_backends.sgmv.blends import plan as blends
 from lora_backends.sgmv.launching.kernel import ABSENT
 from lora_backends.triton import plan as triton_plan
@@ -34,7 +34,7 @@ CUTS = {  # tokens per segment, segments per group; None: the tiles of triton
 def make_plan(slots, num_slots, size=16, group=None, room=()):
     """Return the plan of triton, or of csgmv where `group` is given; `room` for other sizes."""
     batch = LoRABatch(slots, num_slots)
-    counts = layout.count_tokens(batch)
+    counts = runs.count_tokens(batch)
     if group is None:
         plan = triton_plan.TritonPlan.with_room(batch, batch.num_tokens, (size, *room), CPU)
         plan.fill(batch, counts, size)
@@ -46,7 +46,7 @@ def make_plan(slots, num_slots, size=16, group=None, room=()):
 
 def refill(plan, slots):
     batch = LoRABatch(slots, plan.num_slots)
-    counts = layout.count_tokens(batch)
+    counts = runs.count_tokens(batch)
     if isinstance(plan, triton_plan.TritonPlan):
         plan.fill(batch, counts, plan.tile_tokens)
     else:
@@ -79,7 +79,7 @@ def random_batches(seed, count, tokens):
         yield [generator.randint(-1, num_slots - 1) for _ in range(length)], num_slots
 
 
-@pytest.mark.parametrize("module", [layout, csgmv, csgmv_plan, blends, many_adapters])
+@pytest.mark.parametrize("module", [runs, csgmv, csgmv_plan, blends, many_adapters])
 def test_worked_examples_of_functions(module):
     failed, attempted = doctest.testmod(module)
     assert attempted and not failed
@@ -120,7 +120,7 @@ def test_slots_of_any_number_are_sorted(num_slots):
     """They are sorted as the narrowest integers that hold them."""
     slots = random.Random(num_slots).choices([-1, 0, 125, 126, 127, num_slots - 1], k=300)
     slots = [min(slot, num_slots - 1) for slot in slots]
-    found = layout.permutation(layout.count_tokens(LoRABatch(slots, num_slots)))
+    found = runs.permutation(runs.count_tokens(LoRABatch(slots, num_slots)))
     tokens = [token for token, slot in enumerate(slots) if slot >= 0]
     assert found.tolist() == sorted(tokens, key=slots.__getitem__)
 
@@ -131,7 +131,7 @@ def test_tables_are_seen_where_the_last_refill_put_them(group):
     plan = make_plan([0, 1, 1] * 30, 3, 32, group, room=(16, 32))
     assert plan.token_table.shape[1] == 32
     batch = LoRABatch([2, 2, -1] * 20, 3)
-    plan.fill(batch, layout.count_tokens(batch), 16, *([] if group is None else [group]))
+    plan.fill(batch, runs.count_tokens(batch), 16, *([] if group is None else [group]))
     fresh = make_plan(batch.token_slots, 3, 16, group)
     assert plan.token_table.shape[1] == 16
     assert [row for row in rows_of(plan) if row[1]] == [row for row in rows_of(fresh) if row[1]]
@@ -166,11 +166,11 @@ def test_rows_are_full_but_for_the_last_of_a_slot(group):
     "tokens, slots, size", [(1, 8, 16), (16, 8, 16), (50, 3, 16), (256, 8, 64), (64, 64, 16)]
 )
 def test_no_composition_needs_more_runs_than_the_bound_and_one_needs_them_all(tokens, slots, size):
-    bound = layout.max_runs(tokens, slots, size)
+    bound = runs.max_runs(tokens, slots, size)
     assert bound <= tokens // size + min(tokens, slots) and bound <= tokens
 
     def needed(counts):
-        return int(layout.split(np.asarray(counts), size).sum())
+        return int(runs.split(np.asarray(counts), size).sum())
 
     generator = np.random.default_rng(0)
     for _ in range(50):
@@ -213,7 +213,7 @@ def test_tables_lie_apart_at_multiples_of_128_bytes(size, group):
     for table in views_of(plan):
         assert table.is_contiguous() and table.dtype == torch.int32
         first = table.storage_offset()
-        assert first % layout.ALIGNMENT == 0
+        assert first % runs.ALIGNMENT == 0
         spans.append((first, first + table.numel()))
     assert spans == sorted(spans) and spans[-1][1] <= plan.packed.numel()
     assert all(end <= first for (_, end), (first, _) in zip(spans, spans[1:], strict=False))

@@ -3,7 +3,7 @@
 import torch
 
 from lora_backends import LoRABatch
-from lora_backends.sgmv.layout import count_tokens
+from lora_backends.sgmv.runs import count_tokens
 from lora_backends.triton.plan import TritonPlan
 
 

@@ -23,13 +23,12 @@ import torch
 
 from lora_backends.batch import LoRABatch
 from lora_backends.dispatch.many_adapters import SortedTokens, sorted_tokens
-from lora_backends.sgmv.layout import (
+from lora_backends.sgmv.runs import (
     EMPTY,
     Ints,
     aligned,
     bucket,
     count_slots,
-    fill_runs,
     max_runs,
     most_run_tables,
     run_tables,
@@ -189,7 +188,10 @@ class Blend:
             most = self.capacity * self.adapters
             self.most_runs = max_runs(most, self.num_slots, self.run_pairs)
         tables[: run_tables_size(self.run_pairs, self.most_runs)].fill(EMPTY)
-        self.num_runs = fill_runs(tables, counted, self.run_pairs, self.most_runs)
+        of_runs, pairs = counted.runs(self.run_pairs)
+        self.num_runs, at = of_runs.size, aligned(self.most_runs)
+        tables[: of_runs.size] = of_runs
+        tables[at : at + pairs.size] = pairs
 
 
 def cut_tiles(

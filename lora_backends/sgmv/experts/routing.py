@@ -32,7 +32,7 @@ from lora_backends.sgmv.launching.kernel import (
     specialized,
     stream_of,
 )
-from lora_backends.sgmv.layout import aligned, max_runs
+from lora_backends.sgmv.runs import aligned, max_runs
 from lora_backends.sgmv.tiles.sizes import power_of_two
 
 MOST_COMPARED = 512
