@@ -87,9 +87,11 @@ def group_starts(counted: Counted, segment_size: int, group_size: int) -> Ints:
     """Return the first segment of every group of a batch, computed once for all plans."""
     key = segment_size, group_size
     starts: Ints | None = counted.kept.get(key)
-    if starts is None:
+    if starts is None and group_size == 1:
+        starts = np.arange(counted.runs(segment_size).slots.size)
+    elif starts is None:
         starts = starts_of_groups(runs.split(counted.counts[1:], segment_size), group_size)
-        counted.kept[key] = starts
+    counted.kept[key] = starts
     return starts
 
 
