@@ -155,7 +155,9 @@ class SgmvBackend(LoRABackend):
 
         They lie side by side in one buffer, so that one copy sends a batch to all of them.
         """
-        return self.plan_type.in_one_buffer(num_slots, capacities, self._run_sizes(), self.device)
+        sizes = self._run_sizes()
+        with torch.inference_mode(False):  # so that they can be refilled outside of it, too
+            return self.plan_type.in_one_buffer(num_slots, capacities, sizes, self.device)
 
     def refill(self, batch: LoRABatch, plans: Sequence[SgmvPlan]) -> None:
         """Refill plans as ``prepare_batch(batch, out=plan)`` does; the batch is sorted once.

@@ -308,6 +308,19 @@ def test_one_copy_sends_plans_that_lie_side_by_side_and_leaves_the_others(engine
     assert_same(plans[3], wanted)
 
 
+def test_plans_made_in_inference_mode_are_refilled_outside_of_it(engine):
+    batches = LoRABatch([0, 1, 2], 3), LoRABatch([2], 3, [0.5]), LoRABatch([1, -1], 3)
+    with torch.inference_mode():
+        plans = engine.prepare_rooms(3, (8, 16))
+        engine.refill(batches[0], plans)
+    for batch in batches:
+        engine.refill(batch, plans)
+        with torch.inference_mode():
+            engine.refill(batch, plans)
+        engine.prepare_batch(batch, out=plans[1])
+        assert plans[0].token_slots().tolist() == plans[1].token_slots()[:8].tolist()
+
+
 def test_a_batch_that_a_plan_cannot_take_changes_none(engine):
     plans = engine.prepare_rooms(3, (8, 16))
     engine.refill(LoRABatch([0, 1, 2], 3), plans)
