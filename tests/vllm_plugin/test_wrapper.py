@@ -149,33 +149,53 @@ def test_every_row_of_a_prefill_has_the_slot_of_its_adapter(wrapper, ids):
 
 @pytest.mark.parametrize("rows", [7, 600])
 def test_an_adapter_without_a_slot_is_refused_and_leaves_the_last_batch(wrapper, rows):
-    before = wrapper.tokens.slots
-    with pytest.raises(KeyError):
-        wrapper.update_metadata(mapping([8] * rows), INDEX_TO_ID, SLOTS + 1, 100)
-    assert wrapper.tokens.slots == before
+    before = wrapper.tokens.slots, wrapper.sampled.slots
+    for batch in (mapping([8] * rows), mapping([5] * rows, [8]), mapping([-5] * rows)):
+        with pytest.raises(KeyError):
+            wrapper.update_metadata(batch, INDEX_TO_ID, SLOTS + 1, 100)
+        assert (wrapper.tokens.slots, wrapper.sampled.slots) == before
 
 
-def test_index_tensors_that_a_layer_reads_are_those_of_vllm_for_every_batch(wrapper, monkeypatch):
-    """All tensors of vLLM's wrapper are compared: a version may add one."""
+@pytest.fixture
+def vllms(monkeypatch):
+    """Return vLLM's wrapper for CPUs, of the class that a `BackendWrapper` then makes."""
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     from lora_backends.integrations.vllm import plugin
 
     name = f"{PunicaWrapperCPU.__module__}.{PunicaWrapperCPU.__name__}"
     monkeypatch.setattr(plugin, "own_wrapper_name", lambda: name)
-    vllms = PunicaWrapperCPU(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+    return PunicaWrapperCPU(64, 16, "cpu", lora_config=SimpleNamespace(max_loras=SLOTS))
+
+
+def test_indices_that_a_layer_reads_are_those_of_vllm_for_every_batch(wrapper, vllms):
+    """All tensors of vLLM's wrapper are compared: a version may add one.
+
+    A layer first reads them in inference mode; later batches may come outside of it.
+    """
     tensors = {key for key, value in vars(vllms).items() if isinstance(value, torch.Tensor)}
     assert tensors and not tensors & vars(wrapper).keys(), "a batch rewrites none of them"
     for ids in (IDS, IDS[::-1], [5] * 9):
         vllms.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
         wrapper.update_metadata(mapping(ids), INDEX_TO_ID, SLOTS + 1, 100)
-        assert wrapper.indices_len == vllms.indices_len
-        for index in ("token_lora_indices", "sampler_indices"):
-            assert torch.equal(getattr(wrapper, index), getattr(vllms, index))
-        count = len(ids)
-        for each in tensors & {"_sampler_indices_padded", "_embeddings_indices"}:
-            found, wanted = getattr(wrapper, each), getattr(vllms, each)
-            assert torch.equal(found[..., :count], wanted[..., :count]), each
+        with torch.inference_mode():
+            assert wrapper.indices_len == vllms.indices_len
+            for index in ("token_lora_indices", "sampler_indices"):
+                assert torch.equal(getattr(wrapper, index), getattr(vllms, index))
+            count = len(ids)
+            for each in tensors & {"_sampler_indices_padded", "_embeddings_indices"}:
+                found, wanted = getattr(wrapper, each), getattr(vllms, each)
+                assert torch.equal(found[..., :count], wanted[..., :count]), each
+            pairs = zip(wrapper.prefill_metadata, vllms.prefill_metadata, strict=True)
+            assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in pairs)
+
+
+def test_indices_have_the_slots_of_the_time_when_the_batch_was_announced(wrapper, vllms):
+    slots = list(INDEX_TO_ID)
+    wrapper.update_metadata(mapping(IDS), slots, SLOTS + 1, 100)
+    slots[:] = [None, None, 7]  # vLLM writes into its list when it loads or removes adapters
+    vllms.update_metadata(mapping(IDS), INDEX_TO_ID, SLOTS + 1, 100)
+    assert torch.equal(wrapper.token_lora_indices, vllms.token_lora_indices)
 
 
 def test_each_batch_replaces_the_last_one(wrapper, x):

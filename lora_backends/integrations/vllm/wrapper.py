@@ -122,15 +122,16 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         slot_of = {id_: slot for slot, id_ in enumerate(lora_index_to_id) if id_ is not None}
         slot_of[0] = NO_ADAPTER
         num_slots = self.tokens.num_slots
-        batch = LoRABatch(_slots(mapping.index_mapping, slot_of), num_slots)
-        self.tokens.set_batch(batch)
+        tokens = sampled = LoRABatch(_slots(mapping.index_mapping, slot_of), num_slots)
         if mapping.prompt_mapping != mapping.index_mapping:  # equal while all requests decode
-            batch = LoRABatch(_slots(mapping.prompt_mapping, slot_of), num_slots)
-        self.sampled.set_batch(batch)
+            sampled = LoRABatch(_slots(mapping.prompt_mapping, slot_of), num_slots)
+        self.tokens.set_batch(tokens)
+        self.sampled.set_batch(sampled)
         part = inputs.part_of(mapping)
         if part:
             inputs.announce(part, self.tokens, self.sampled.slots)
-        self._announced = (mapping, lora_index_to_id, max_loras, vocab_size), kwargs
+        # a copy of the list, in which vLLM writes the slots of later batches
+        self._announced = (mapping, list(lora_index_to_id), max_loras, vocab_size), kwargs
         if self._own is not None:
             self._own.update_metadata(*self._announced[0], **kwargs)
 
@@ -308,9 +309,12 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         if self._own is None:
             module, _, name = plugin.own_wrapper_name().rpartition(".")
             args, kwargs = self._arguments
-            self._own = getattr(import_module(module), name)(*args, **kwargs)
-            if self._announced is not None:
-                self._own.update_metadata(*self._announced[0], **self._announced[1])
+            # a layer may ask in inference mode; later batches may come outside of it
+            with torch.inference_mode(False), torch.no_grad():
+                own = getattr(import_module(module), name)(*args, **kwargs)
+                if self._announced is not None:
+                    own.update_metadata(*self._announced[0], **self._announced[1])
+            self._own = own
         if reason:
             plugin.logger().warning_once("LoRA not taken over: %s; vLLM's own runs it", reason)
         return self._own
@@ -318,7 +322,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of vLLM's own wrapper, which vLLM reads where it runs the experts.
 
-        That wrapper is made when a layer reads index tensors by itself.
+        That wrapper is made when a layer reads index tensors, or their sizes, by itself.
         """
         own = self.__dict__.get("_own")
         if own is None and name in self.__dict__.get("_left_to_own", ()):
@@ -345,12 +349,11 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _drop_indices(wrapper: PunicaWrapperBase) -> set[str]:
-    """Remove the index tensors that vLLM's own layers read, and return their names.
+    """Remove the index tensors and their sizes, which vLLM's own layers read; return their names.
 
     The layers taken over do not read them, and each batch would rewrite them by 18 launches.
     """
-    names = {name for name, value in vars(wrapper).items() if isinstance(value, torch.Tensor)}
-    names.add("indices_len")  # of these tensors
+    names = vars(wrapper).keys() - {"device", "is_prefill"}
     for name in names:
         delattr(wrapper, name)
     return names
