@@ -150,11 +150,18 @@ class SgmvBackend(LoRABackend):
         plan.fill(batch, counted, *cut)
         return plan
 
+    def _prepares_otherwise(self) -> bool:
+        """Return whether a subclass overrides `prepare_batch`, which may do more."""
+        return type(self).prepare_batch is not SgmvBackend.prepare_batch
+
     def prepare_rooms(self, num_slots: int, capacities: Sequence[int]) -> list[SgmvPlan]:
         """Return a plan with room for each number of tokens, to be filled by `refill` at once.
 
         They lie side by side in one buffer, so that one copy sends a batch to all of them.
         """
+        if self._prepares_otherwise():
+            empty = LoRABatch([], num_slots)
+            return [self.prepare_batch(empty, capacity=each) for each in capacities]
         sizes = self._run_sizes()
         with torch.inference_mode(False):  # so that they can be refilled outside of it, too
             return self.plan_type.in_one_buffer(num_slots, capacities, sizes, self.device)
@@ -169,7 +176,7 @@ class SgmvBackend(LoRABackend):
         Raises:
             InvalidInputError: as `prepare_batch`; no plan has changed.
         """
-        if type(self).prepare_batch is not SgmvBackend.prepare_batch:  # a subclass may do more
+        if self._prepares_otherwise():
             for plan in plans:
                 self.prepare_batch(batch, out=plan)
             return

@@ -246,6 +246,8 @@ class SgmvPlan(CachingPlan):
     def _find_places(self) -> Places:
         at, tables = aligned(self.capacity), self.tables_at()
         end = tables + run_tables_size(self.run_tokens, self.most_runs)
+        # the next values may be another plan's
+        assert end <= self.packed.numel(), f"no room for runs of {self.run_tokens} tokens"
         return Places(at, tables, tables + aligned(self.most_runs), end)
 
     def _stage_scales(self, staged: npt.NDArray[np.int32], batch: LoRABatch) -> None:

@@ -345,7 +345,16 @@ def test_a_subclass_that_prepares_batches_in_its_own_way_is_asked(engine):
     noting = Noting("cpu")
     plans = noting.prepare_rooms(3, (8, 16))
     noting.refill(LoRABatch([0, 1], 3), plans)
-    assert asked == plans
+    assert asked == [None, None, *plans]
+
+
+def test_runs_longer_than_any_that_a_plan_has_room_for_are_refused(engine):
+    """They would reach into the next plan of the buffer."""
+    plans, batch = engine.prepare_rooms(3, (8, 16)), LoRABatch([0], 3)
+    before = plans[1].packed.clone()
+    with pytest.raises(AssertionError, match="no room for runs of 128 tokens"):
+        plans[0].fill(batch, runs.count_tokens(batch), *(128, 1)[: len(engine._cut(1, 1))])
+    assert torch.equal(plans[1].packed, before)
 
 
 def test_a_copy_of_a_plan_has_memory_of_its_own(engine):
