@@ -81,8 +81,6 @@ NAMES = {
     "lora/peft_helper.py": ["PEFTHelper.from_dict(config_dict)", "PEFTHelper.validate_legal()"],
     "lora/punica_wrapper/punica_base.py": [
         "PunicaWrapperBase.update_metadata(mapping, lora_index_to_id, max_loras, vocab_size)",
-        "PunicaWrapperBase._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)",
-        "PunicaWrapperBase._token_lora_indices",
         "PunicaWrapperBase.add_lora_w13(topk_ids, topk_weights, expert_map)",
     ],
     "lora/request.py": [f"LoRARequest.lora_{name}" for name in ("int_id", "name", "path")],
@@ -165,6 +163,7 @@ NAMES = {
         "GPUModelRunner._get_prompt_logprobs_dict(hidden_states)",
         "GPUModelRunner._preprocess(scheduler_output)",
         "GPUModelRunner.capture_model()",
+        "GPUModelRunner.num_prompt_logprobs",
         "group_and_batch_mm_kwargs",
     ],
     "v1/worker/gpu_worker.py": ["Worker.determine_available_memory()"],
