@@ -353,7 +353,7 @@ def _drop_indices(wrapper: PunicaWrapperBase) -> set[str]:
 
     The layers taken over do not read them, and each batch would rewrite them by 18 launches.
     """
-    names = vars(wrapper).keys() - {"device", "is_prefill"}
+    names: set[str] = vars(wrapper).keys() - {"device", "is_prefill"}
     for name in names:
         delattr(wrapper, name)
     return names
