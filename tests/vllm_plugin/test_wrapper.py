@@ -198,6 +198,21 @@ def test_indices_have_the_slots_of_the_time_when_the_batch_was_announced(wrapper
     assert torch.equal(wrapper.token_lora_indices, vllms.token_lora_indices)
 
 
+def test_indices_that_a_graph_would_read_of_one_batch_alone_are_refused(
+    wrapper, vllms, monkeypatch
+):
+    from lora_backends import UnsupportedInputError
+    from lora_backends.integrations.vllm import wrapper as module
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "is_capturing", lambda device: True)
+        with pytest.raises(UnsupportedInputError, match="captures a layer of vLLM's own"):
+            wrapper.token_lora_indices  # noqa: B018
+    first = wrapper.token_lora_indices
+    monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    assert wrapper.token_lora_indices.data_ptr() == first.data_ptr()
+
+
 def test_each_batch_replaces_the_last_one(wrapper, x):
     module = make_module(wrapper)
     for ids in (IDS[::-1], [0] * len(IDS), [9] * len(IDS), IDS):

@@ -17,6 +17,7 @@ from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 from lora_backends import features
 from lora_backends.batch import NO_ADAPTER, LoRABatch
+from lora_backends.common.devices import is_capturing
 from lora_backends.common.names import VLLM_FACTORS_VARIABLE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.integrations.plans import Plans
@@ -305,8 +306,17 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
 
         Args:
             reason: names the layers that are not taken over, for the log.
+
+        Raises:
+            UnsupportedInputError: a CUDA graph captures the first call; its replays would read the
+                indices of the batch of the capture.
         """
         if self._own is None:
+            if is_capturing(self.tokens.backend.device):
+                raise UnsupportedInputError(
+                    "a CUDA graph captures a layer of vLLM's own before it has run outside of one\n"
+                    "  to do: let vLLM warm up before it captures: cudagraph_num_of_warmups >= 1"
+                )
             module, _, name = plugin.own_wrapper_name().rpartition(".")
             args, kwargs = self._arguments
             # a layer may ask in inference mode; later batches may come outside of it
