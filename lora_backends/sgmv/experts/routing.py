@@ -106,7 +106,8 @@ def make_routing(
     tokens, top_k = topk_ids.shape
     if fixed is None:
         slots = plan.active_slots
-        # tokens that one slot can have: after a refill of a plan with room all of them
+        # Tokens that one slot can have: in a plan with room all of them, after a refill. Any other
+        # plan keeps the sizes of its first batch: a refill that fills one slot is right, but slow.
         most = tokens if plan.has_room else tokens - slots + 1
         keys = expected_keys(tokens, top_k, num_experts, slots)
         shape, by_slot = pair_shape(tokens * top_k, keys, most), pair_shape(tokens, slots, most)
