@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,13 @@ FIRST_PROMPTS = [24, 300, 700, 3000]
 """Sizes of batches whose first run is compared with the second, to find stalls."""
 
 
-def engine(name: str, options: dict[str, Any], adapters: dict[str, str], limit: float) -> Process:
+def engine(
+    name: str,
+    options: dict[str, Any],
+    adapters: dict[str, str],
+    limit: float,
+    prefills: Sequence[int],
+) -> Process:
     """Start vLLM with one setting of LoRA.
 
     Args:
@@ -57,9 +63,9 @@ def engine(name: str, options: dict[str, Any], adapters: dict[str, str], limit: 
         options: vLLM's.
         adapters: folders by name.
         limit: seconds for an answer.
+        prefills: tokens of the timed prefills.
     """
     options, captured = dict(options), options["compilation_config"]
-    prefills = options.pop("prefills")
     if name.endswith(GRAPHS):
         sizes = {*captured["cudagraph_capture_sizes"], *prefills}
         options["compilation_config"] = captured | {"cudagraph_capture_sizes": sorted(sizes)}
@@ -87,7 +93,7 @@ def engine(name: str, options: dict[str, Any], adapters: dict[str, str], limit: 
 
 
 def engine_options(arguments: Options, kind: str, folder: Path) -> dict[str, Any]:
-    """Return vLLM's options, the same for every engine but for LoRA, and the timed `prefills`."""
+    """Return vLLM's options, the same for every engine but for LoRA and graphs of prefills."""
     tokens = arguments.prompt + WARM + arguments.steps
     most = max(rows for rows, _ in arguments.cells)
     longest = max(*arguments.prefills, *FIRST_PROMPTS, tokens)
@@ -114,7 +120,6 @@ def engine_options(arguments: Options, kind: str, folder: Path) -> dict[str, Any
         "compilation_config": {
             "cudagraph_capture_sizes": sorted({rows for rows, _ in arguments.cells})
         },
-        "prefills": arguments.prefills,
     }
     if arguments.tensor_parallel > 1:
         options["distributed_executor_backend"] = "mp"
@@ -133,7 +138,8 @@ def measure(
     options = engine_options(arguments, kind, folder)
     print("building the engines ...", flush=True)
     processes = {
-        name: engine(name, options, adapters, arguments.limit) for name in arguments.engines
+        name: engine(name, options, adapters, arguments.limit, arguments.prefills)
+        for name in arguments.engines
     }
     failed = result.setdefault("failed", {}).setdefault(kind, {})
     drop = dropper(processes, arguments.engines[0], failed)
@@ -178,7 +184,8 @@ STEP = Measurement(
     rows=measure_all,
     file=lambda o: f"vllm_step_gpu{'_' * bool(o.name)}{o.name}.json",
     method=(
-        f"{METHOD} The reference is vLLM's own operators. start_s: seconds until an engine is "
+        f"{METHOD} NAME{GRAPHS}: the engine also captures CUDA graphs of the timed prefills. "
+        "The reference is vLLM's own operators. start_s: seconds until an engine is "
         "ready, with empty caches of kernels and programs. stalls: the most seconds by which a "
         "first batch of some size takes longer than the second one."
     ),
