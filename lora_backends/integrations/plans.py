@@ -125,7 +125,7 @@ class Plans:
         self._is_announced = True
         for room in self._rooms:
             room.is_current = False
-        # a replay reads a plan without running Python, and the engine does not tell which
+        # a replay runs no Python, and the engine does not say which plan it reads
         captured = [r for r in self._rooms if r.is_captured and r.capacity >= self.num_rows]
         if captured:
             self._refill(captured)

@@ -134,7 +134,7 @@ class SgmvBackend(LoRABackend):
         raise NotImplementedError
 
     def _run_sizes(self) -> tuple[int, ...]:
-        """Return the tokens per run that `_cut` may choose where it follows the batch."""
+        """Return every number of tokens per run that `_cut` may choose."""
         return TILE_TOKENS
 
     @override

@@ -57,7 +57,7 @@ class Counted:
     counts: Ints  # [num_slots + 1]: tokens without an adapter, then those of every slot
     active: int  # slots that have tokens
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-    # what one plan has computed from them, for the next plan
+    # results that plans share
 
     def order(self) -> Ints:
         """Return the tokens that have an adapter, as `permutation`."""

@@ -39,7 +39,7 @@ MOST_COMPARED = 512
 """Pairs up to which each pair is compared with all others; more are counted by key."""
 
 _OWN = 128  # pairs of a program that counts
-_OWN_ALONE = 32  # pairs of a program that sorts nothing: one a thread
+_OWN_ALONE = 32  # pairs of a program that sorts nothing: one per thread
 _RECORD = routing_kernels.RECORD.value  # int32 values of a tile
 _MOST_KEYS = 2**31 - 1
 _MOST_PAIRS = 2**31 - _OWN

@@ -111,7 +111,7 @@ def alone_kernel(
     PROGRAMS: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """Make every pair a tile, a dead one a tile of no pair."""
+    """Make every pair a tile; the tile of a dead pair has no pair."""
     if SIZES.PROGRAMMATIC:
         gdc_wait()
         gdc_launch_dependents()

@@ -136,7 +136,7 @@ def pair_shape(pairs: int, keys: int, most: int) -> PairShape:
     (True, False, False)
     """
     shape = PairShape(pairs, keys, tile_pairs(pairs, keys))
-    # the expected keys are a guess: few tokens bound what a worse batch or a refill costs
+    # the expected keys are a guess: few tokens bound the cost of a worse batch or a refill
     return replace(shape, alone=shape.each < _ALONE and most <= _MOST_ALONE)
 
 

@@ -226,7 +226,7 @@ def _note_path(original: Callable[..., Any], executor: Any, request: Any) -> Any
 
 
 class _Adapter(NamedTuple):
-    """What the keys of a request's blocks depend on; reading it takes system calls."""
+    """A request's adapter, for the keys of its blocks; reading it takes system calls."""
 
     terms: Sequence[Term]  # of a blend
     invocation: tuple[int, ...]
