@@ -74,7 +74,7 @@ def decode_step_on_the_h200() -> str:
 OF_VLLM = {
     "own": "vLLM's operators",
     "triton": "`triton`",
-    "triton+graphs": "prefills in graphs",
+    "triton+graphs": "`triton`, captured prefills",
 }
 OF_SGLANG = {
     "csgmv": "SGLang's `csgmv`",

@@ -69,8 +69,8 @@ class CsgmvBackend(SgmvBackend):
 
     @override
     def _cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
-        tokens, slots = self.batch_to_tile(num_tokens, active_slots)
-        return segment_and_group(self.segment_size, self.tile_source.tile_tokens(tokens, slots))
+        (tile_tokens,) = super()._cut(num_tokens, active_slots)
+        return segment_and_group(self.segment_size, tile_tokens)
 
     @override
     def _run_sizes(self) -> tuple[int, ...]:

@@ -88,12 +88,12 @@ class Plans:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Hold other batches while a block runs, then the present one again."""
-        slots, every, was_announced = self.slots, self._every, self._is_announced
+        batch, every, was_announced = self._batch, self._every, self._is_announced
         try:
             yield
         finally:
             if every is None:
-                self.set_slots(slots)
+                self.set_batch(batch)
             else:
                 self.set_every(every)
             self._is_announced = was_announced
@@ -144,6 +144,7 @@ class Plans:
                 "  to do: capture no graph of an encoder (vLLM: cudagraph_mm_encoder=false)"
             )
         if self._is_idle is None:
+            # the batch of one slot may have no rows now, and some in the next layer
             slots = self._batch.token_slots.numpy() if self._every is None else self._every
             self._is_idle = not np.any(np.not_equal(slots, NO_ADAPTER))
         return self._is_idle
@@ -253,7 +254,7 @@ class Plans:
         room.is_captured = True
 
     def _refill(self, rooms: Sequence[_Room]) -> None:
-        """Let the plans of rooms hold the batch."""
+        """Fill the plans of rooms with the batch."""
         for room in rooms:
             if room.plan is None:
                 self._make(room)

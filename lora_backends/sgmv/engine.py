@@ -130,8 +130,8 @@ class SgmvBackend(LoRABackend):
         return recording(recorded)
 
     def _cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
-        """Return the sizes that a batch is cut by: the run's, then what `plan_type.stage` takes."""
-        raise NotImplementedError
+        """Return the sizes that `plan_type.stage` cuts a batch by; the run's comes first."""
+        return (self.tile_source.tile_tokens(*self.batch_to_tile(num_tokens, active_slots)),)
 
     def _run_sizes(self) -> tuple[int, ...]:
         """Return every number of tokens per run that `_cut` may choose."""
@@ -155,7 +155,7 @@ class SgmvBackend(LoRABackend):
         return type(self).prepare_batch is not SgmvBackend.prepare_batch
 
     def prepare_rooms(self, num_slots: int, capacities: Sequence[int]) -> list[SgmvPlan]:
-        """Return a plan with room for each number of tokens, to be filled by `refill` at once.
+        """Return a plan with room for each number of tokens; `refill` fills them together.
 
         They lie side by side in one buffer, so that one copy sends a batch to all of them.
         """
@@ -171,10 +171,10 @@ class SgmvBackend(LoRABackend):
 
         Args:
             batch: one adapter per token.
-            plans: of this backend; those from `prepare_rooms` in that order.
+            plans: of this backend; neighbours from `prepare_rooms` share a copy.
 
         Raises:
-            InvalidInputError: as `prepare_batch`; no plan has changed.
+            InvalidInputError: as `prepare_batch`; plans keep their batch.
         """
         if self._prepares_otherwise():
             for plan in plans:

@@ -71,7 +71,7 @@ class SgmvPlan(CachingPlan):
     active_slots: int  # slots with tokens; tile sizes follow from it
     packed: torch.Tensor  # [size] int32, on the device; the tables are views of it
     buffer: torch.Tensor | None = field(default=None, kw_only=True, repr=False)
-    # the memory of several plans that `packed` is a part of; None: no other plan has a part of it
+    # memory that several plans share; `packed` is a part of it; None: not shared
     begins: int = field(default=0, kw_only=True)  # where the part begins
     has_room: bool = field(default=False, kw_only=True)  # whether it was made with `capacity`
     is_captured: bool = field(default=False, kw_only=True)  # whether a CUDA graph uses the plan
@@ -185,7 +185,7 @@ class SgmvPlan(CachingPlan):
         return self.packed[: self.capacity].view(torch.float32)
 
     def is_before(self, other: SgmvPlan) -> bool:
-        """Return whether another plan follows this one in a buffer."""
+        """Return whether `other` follows this plan in one buffer."""
         is_shared = self.buffer is not None and other.buffer is self.buffer
         return is_shared and other.begins == self.begins + self.packed.numel()
 
@@ -202,7 +202,7 @@ class SgmvPlan(CachingPlan):
             staged: memory on the host that is sent to `packed` next.
             batch: of the tokens.
             counted: of the batch.
-            cut: the engine's sizes. They count until a graph is captured; see the class.
+            cut: the engine's sizes; ignored once they are fixed, see the class.
         """
         raise NotImplementedError
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
-
 from lora_backends.sgmv.engine import SgmvBackend
 from lora_backends.triton.plan import TritonPlan
 
@@ -40,8 +38,3 @@ class TritonBackend(SgmvBackend):
     auto_priority = {"cuda": 100}
     plan_type = TritonPlan
     package = __name__
-
-    @override
-    def _cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
-        tokens, slots = self.batch_to_tile(num_tokens, active_slots)
-        return (self.tile_source.tile_tokens(tokens, slots),)

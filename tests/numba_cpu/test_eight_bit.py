@@ -160,7 +160,7 @@ def test_rows_of_rank_16_give_the_same_with_and_without_gaps(dtype):
 
 
 def choose(way, monkeypatch):
-    """Let shrinks of int8 by bfloat16 multiply in this way, whichever suits the CPU."""
+    """Let shrinks of int8 by bfloat16 multiply in this way on any CPU."""
     if way == "pairs" and not has_bfloat16():
         pytest.skip("this CPU multiplies no pairs of bfloat16")
     monkeypatch.setattr(routines, "has_bfloat16", lambda: way != "stored")
@@ -204,7 +204,7 @@ def test_every_product_of_int8_and_bfloat16_is_summed_once(inputs, way, monkeypa
 @pytest.mark.parametrize("rank", [1, 3, 4, 9])
 @pytest.mark.parametrize("rest", [-1, 0, 2 * LANES, 77])
 def test_sums_of_int8_as_float32_keep_to_short_chunks_and_few_rows(rest, rank, monkeypatch):
-    """Chunks that end early, blocks of 2 and 4 rows that do, and other bytes between the rows."""
+    """Short last chunks, short last blocks of rows, and gaps between rows."""
     choose("float32", monkeypatch)
     inputs, slots = FLOAT32_BLOCKS.inputs + rest, [0] * 15 + [1] * 3  # 8, 4, 2 and 1 tokens
     sums_exactly(inputs, rank, slots, spread=True)

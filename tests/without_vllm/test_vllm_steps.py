@@ -1,4 +1,4 @@
-"""What the plug-in does at each step of vLLM: next to nothing while the batch stays the same."""
+"""The plug-in does next to nothing in a step of vLLM whose batch stays the same."""
 
 import sys
 from types import SimpleNamespace
@@ -110,7 +110,6 @@ def test_prompts_are_noted_at_the_steps_that_bring_requests():
 def test_no_layer_is_wrapped_for_prompt_logprobs_that_nobody_asks_for():
     compute = object()
     runner = SimpleNamespace(num_prompt_logprobs={}, model=SimpleNamespace(compute_logits=compute))
-    prompts._v1(lambda runner, _: runner.model.compute_logits, runner, None)
     found = prompts._v1(lambda runner, _: runner.model.compute_logits, runner, None)
     assert found is compute
     runner.num_prompt_logprobs["a"] = 1

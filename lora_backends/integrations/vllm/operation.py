@@ -65,7 +65,7 @@ def _run_layer(layer: AdoptedLayer, y: torch.Tensor, x: torch.Tensor, operation:
 
 
 def adds_no_logits(stack: torch.Tensor) -> bool:
-    """Return whether no adapter has a part for a head, so that nothing is left to do."""
+    """Return whether a head's call can be skipped: no adapter has a part for it."""
     if is_traced():
         return False
     layer = find(stack)

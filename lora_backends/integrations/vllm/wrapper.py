@@ -308,13 +308,13 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
             reason: names the layers that are not taken over, for the log.
 
         Raises:
-            UnsupportedInputError: a CUDA graph captures the first call; its replays would read the
-                indices of the batch of the capture.
+            UnsupportedInputError: a CUDA graph captures the first call: replays would read the
+                captured batch's indices.
         """
         if self._own is None:
             if is_capturing(self.tokens.backend.device):
                 raise UnsupportedInputError(
-                    "a CUDA graph captures a layer of vLLM's own before it has run outside of one\n"
+                    "a CUDA graph captures a layer of vLLM's own, and none has run before\n"
                     "  to do: let vLLM warm up before it captures: cudagraph_num_of_warmups >= 1"
                 )
             module, _, name = plugin.own_wrapper_name().rpartition(".")
@@ -348,8 +348,7 @@ def _slots(ids: Sequence[int], slot_of: Mapping[int, int]) -> npt.NDArray[np.int
         return np.fromiter(map(slot_of.__getitem__, ids), np.int64, len(ids))
     # a prefill: runs of equal ids
     every = np.fromiter(ids, np.int64, len(ids))
-    firsts = np.flatnonzero(every[1:] != every[:-1]) + 1
-    firsts = np.concatenate(([0], firsts))
+    firsts = np.flatnonzero(np.diff(every, prepend=every[0] - 1))
     slots = [slot_of[id_] for id_ in every[firsts].tolist()]
     return np.repeat(slots, np.diff(firsts, append=len(every)))
 

@@ -149,7 +149,7 @@ def dot_columns(like, blocks, rows_of_a, ranks, of, t, tokens):
 def ahead_of(blocks, ranks, rows, columns):
     """Return how many bytes past a chunk of row j of a to prefetch, `ranks` rows at a time.
 
-    A prefetch past the end of a fetches what follows in memory, or nothing; it never faults.
+    A prefetch past the end of a never faults.
     """
     j, count, a_row = rows
     chunk, width, more = columns

@@ -62,9 +62,8 @@ class SgmvRouting(ExpertRouting):
     order, and the pairs of an expert too where there are many. Where few pairs share an expert of a
     slot, `singles` has a tile for each of them, in the order of their places.
 
-    Where `shape.alone` holds, nothing is sorted: pair i stands at place i and is tile i, whose
-    number of pairs is 0 if it is dead. `tiles` then serves in the place of `singles`, which is
-    empty.
+    Where `shape.alone` holds, nothing is sorted: pair i stands at place i, in tile i. The tile of
+    a dead pair has 0 pairs. `tiles` then replaces `singles`, which is empty.
     """
 
     num_slots: int  # that keys are made of
@@ -317,7 +316,7 @@ def _compare(
         TILE=cut[0],
         SINGLES=cut[1],
         BLOCK_Q=width,
-        ALONE=pairs <= 8,
+        ONE_PROGRAM=pairs <= 8,
     )
     return _kernel(routing_kernels.compare_kernel, sizes, 1 if width == 16 else 4)
 

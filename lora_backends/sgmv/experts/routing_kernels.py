@@ -189,7 +189,7 @@ def compare_kernel(
     heads = live & (earlier_of_key % SIZES.TILE == 0)
     row = tl.cumsum(heads.to(tl.int32), axis=0) - 1
     made = tl.sum(heads.to(tl.int32), axis=0)
-    if SIZES.ALONE:
+    if SIZES.ONE_PROGRAM:
         tl.store(count_ptr, made)
     else:
         seen = tl.atomic_add(state_ptr, made.to(tl.int64) + (1 << 32), sem="relaxed")

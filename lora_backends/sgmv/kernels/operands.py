@@ -261,7 +261,7 @@ class RoutingSizes(NamedTuple):
     TILE: int = 0
     SINGLES: bool = False
     BLOCK_Q: int = 0  # pairs to compare with
-    ALONE: bool = False  # whether there is a single program
+    ONE_PROGRAM: bool = False  # whether the grid has a single program
     BLOCK_K: int = 0  # keys summed at once
     HALF: int = 0  # bits of a count
 

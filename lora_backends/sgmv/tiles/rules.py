@@ -155,7 +155,7 @@ def _is_tile_of_high_rank(batch: BatchShape, layer: LayerShape) -> bool:
 
 
 def _shrink_one_tile(layer: LayerShape) -> ShrinkTiles:
-    """Give a program 1,024 inputs, whose loads are all in flight together, in four steps.
+    """Give a program 1,024 inputs: four steps, whose loads are all in flight.
 
     More programs would shorten the shrink less than their planes of h lengthen the expand.
     """

@@ -32,7 +32,7 @@ def way(request, monkeypatch):
 
 
 def take(way, monkeypatch):
-    """Route in a way, whatever the pairs of a key."""
+    """Force a way of routing."""
 
     def shape_of(*given):
         return dataclasses.replace(pair_shape(*given), alone=way == "alone")
@@ -120,7 +120,7 @@ def test_every_live_pair_stands_in_one_tile_of_its_slot_and_expert(make, device,
 def test_pairs_are_compared_four_to_a_program_up_to_512(
     device, monkeypatch, shape, mapped, programs
 ):
-    """Dead pairs among them: of tokens without an adapter, and of experts of another rank."""
+    """Dead pairs among them: of tokens without an adapter, and of experts of another process."""
     take("compared", monkeypatch)
     backend, rows = make_engine("triton", device), []
     launches = routing_of_pairs._launches
@@ -138,7 +138,7 @@ def test_pairs_are_compared_four_to_a_program_up_to_512(
         mapping = torch.tensor([4, -1, 0, 6, -1, 2, 1], dtype=torch.int32, device=device)
         local = torch.where(ids < 0, -1, mapping[ids.clamp(min=0).long()])
     plan, routing, counted = backend.prepare_batch(batch), None, ids.numel() > 512
-    for _ in range(1 if programs == 128 else 2):  # the second over what the first one left
+    for _ in range(1 if programs == 128 else 2):  # the second is a refill
         routing = backend.prepare_experts(plan, ids, weights, EXPERTS, mapping, out=routing)
         found = tiles_of(routing)
         if counted:

@@ -47,7 +47,10 @@ def _load_adapter(original: Callable[..., Any], worker: Any, request: Any) -> An
     known = worker.__dict__.setdefault("lora_backends_requests", {})
     known[request.lora_name] = request
     blended: set[int] = worker.__dict__.setdefault("lora_backends_blended", set())
-    (blended.add if extras_of(lora).parts else blended.discard)(request.lora_int_id)
+    if extras_of(lora).parts:
+        blended.add(request.lora_int_id)
+    else:
+        blended.discard(request.lora_int_id)
     return lora
 
 
@@ -128,7 +131,7 @@ def _in_order(
     ordered = sorted(filter(None, requests), key=_id_of)
     blended = worker.__dict__.get("lora_backends_blended", ())
     asked = [id_ for id_ in map(_id_of, ordered) if id_ in blended] if blended else ()
-    if asked:  # not in every step
+    if asked:  # a step with blends
         known, held = worker.lora_backends_requests, worker._adapter_manager.list_adapters()
         for id_ in asked:
             if id_ in held and _is_outdated(held[id_], known):
@@ -140,7 +143,7 @@ def _activate(original: Callable[..., Any], manager: Any, lora_id: int) -> Any:
     """Let vLLM write A and B into a slot, then write the adapter's scales and biases."""
     was_activated = original(manager, lora_id)
     if not was_activated:
-        return was_activated  # as in every step, for each adapter of the batch
+        return was_activated  # it has its slot, as in nearly every step
     extras = extras_of(manager._registered_adapters.cache[lora_id])
     invocations.note_activated(manager, extras)
     if extras.factors:

@@ -312,7 +312,7 @@ def _invocation_of_folder(path: str) -> tuple[int, ...]:
 
 
 _downloaded: dict[str, str] = {}
-"""The folder of each adapter that is named by its place in a hub, once it is there."""
+"""The folder of each downloaded adapter, by its name in the hub."""
 
 
 def _folder_of(path: str) -> str:
