@@ -103,9 +103,8 @@ def digest() -> str:
 
 
 def phases() -> str:
-    """Return efficiency by phase, of the backends and of the peers."""
+    """Return efficiency by phase, of the backends and of the best peer."""
     names = {f"`{backend}`": backend for backend in RESULTS} | {BEST_PEER: None}
-    names |= {name: name for name in CONTENDERS}
     rows = [
         [phase, name, *_three(efficiency(of_phase(phase), contender))]
         for phase in PHASES

@@ -46,7 +46,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "host-time": summaries.host_time,
     "wide-stacks": summaries.wide_stacks,
     "vllm-steps": summaries.vllm_steps,
-    "vllm-experts": summaries.vllm_experts,
+    "vllm-models": summaries.vllm_models,
     "sglang-steps": summaries.sglang_steps,
     "sglang-experts": summaries.sglang_experts,
     "h200-factors": summaries.factors,

@@ -75,6 +75,7 @@ OF_VLLM = {
     "own": "vLLM's operators",
     "triton": "`triton`",
     "triton+graphs": "`triton`, captured prefills",
+    "off+graphs": "LoRA off, captured prefills",
 }
 OF_SGLANG = {
     "csgmv": "SGLang's `csgmv`",
@@ -85,40 +86,57 @@ OF_SGLANG = {
 
 def vllm_steps() -> str:
     """Return the time of a decode step inside vLLM on the GPU, over the time with LoRA off."""
-    return _steps("vllm_step_gpu", OF_VLLM)
+    return _steps({"": "vllm_step_gpu"}, OF_VLLM)
 
 
-def vllm_experts() -> str:
-    """Return the same for a mixture of experts."""
-    return _steps("vllm_step_gpu_experts", OF_VLLM)
+def vllm_models() -> str:
+    """Return the same for other models: an FP8 base and mixtures of experts."""
+    results = {
+        "FP8 8B": "vllm_step_gpu_fp8",
+        "Qwen3": "vllm_step_gpu_experts",
+        "Mixtral": "vllm_step_gpu_mixtral",
+    }
+    return _steps(results, OF_VLLM)
 
 
 def sglang_steps() -> str:
     """Return the times of decode steps and a prefill inside SGLang, over those with LoRA off."""
-    return _steps("sglang_step_gpu", OF_SGLANG)
+    return _steps({"": "sglang_step_gpu"}, OF_SGLANG)
 
 
 def sglang_experts() -> str:
     """Return the same for a mixture of experts."""
-    return _steps("sglang_step_gpu_experts", OF_SGLANG)
+    return _steps({"": "sglang_step_gpu_experts"}, OF_SGLANG)
 
 
-def _steps(result: str, contenders: dict[str, str]) -> str:
-    """Return a table of a result's steps; `contenders` are titles of columns, where measured."""
-    cells: dict[str, dict[str, dict[str, Any]]] = {}
-    measured = figures.result(result)["rows"]
-    names = {row["contender"] for row in measured}
+def _steps(results: dict[str, str], contenders: dict[str, str]) -> str:
+    """Return a table of steps.
+
+    Args:
+        results: names of files by the model that begins their rows; "": none.
+        contenders: titles of columns, where measured.
+    """
+    measured = {model: figures.result(name)["rows"] for model, name in results.items()}
+    names = {row["contender"] for rows in measured.values() for row in rows}
     contenders = {name: title for name, title in contenders.items() if name in names}
-    for row in measured:
-        name = f"{row['rows']} rows, {row['adapters']} adapter{'s' * (row['adapters'] > 1)}"
-        if row.get("step") == "prefill":
-            name = f"prefill, {row['prompt']:,} tokens"
-        cells.setdefault(name, {})[row["contender"]] = row
+    cells: dict[str, dict[str, dict[str, Any]]] = {}
+    for model, rows in measured.items():
+        for row in rows:
+            name = f"{row['rows']} rows"
+            if not model:  # in a table of several models, all batches have as many adapters
+                name += f", {row['adapters']} adapter{'s' * (row['adapters'] > 1)}"
+            if row.get("step") == "prefill":
+                name = f"prefill, {row['prompt']:,} tokens"
+            cells.setdefault(f"{model}{', ' * bool(model)}{name}", {})[row["contender"]] = row
     rows = [
-        [name, f"{found['off']['ms']:.2f}", *(f"{found[c]['ratio']:.2f}" for c in contenders)]
+        [name, f"{found['off']['ms']:.2f}", *(_ratio(found.get(c)) for c in contenders)]
         for name, found in cells.items()
     ]
     return table(["", ">LoRA off, ms", *(f">{title}" for title in contenders.values())], rows)
+
+
+def _ratio(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['ratio']:.2f}"
 
 
 def host_time() -> str:
