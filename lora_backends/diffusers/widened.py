@@ -71,14 +71,16 @@ class WidenedProducts:
     """The widened products of one call, whose rows have one adapter with strength 1, or none.
 
     Args:
-        engine: computes h.
+        engine: makes the operands, or computes h.
         slots: of the adapters in the call.
         ranks: by `ranks_by_stack`, of stacks that the call holds.
     """
 
     def __init__(self, engine: Any, slots: Sequence[int], ranks: Mapping[int, int]) -> None:
         self._engine, self._ranks = engine, ranks
-        self._slots = torch.tensor(slots, device=engine.device)
+        self._slots = torch.tensor(slots, device=engine.device, dtype=torch.int32)
+        # engines with kernels for the operands; others leave them to torch
+        self._operands = getattr(engine, "widened_operands", None)
 
     def run(
         self, x: Tensor, weights: LoRAWeights, plan: Any, weight: Tensor, bias: Tensor | None
@@ -97,12 +99,23 @@ class WidenedProducts:
             and _is_plain(x, weights, weight, bias)
         ):
             return None
-        token_slots = self._engine.token_slots(plan, rows, weights.num_slots)
+        flat, wide = as_rows(x), None
+        if self._operands is not None:
+            wide = self._operands(flat, weight, weights, plan, self._slots, rank)
+        if wide is None:
+            wide = self._by_torch(flat, weights, plan, weight, rank, each)
+        return functional.linear(*wide, bias).view(*x.shape[:-1], out_features)
+
+    def _by_torch(
+        self, x: Tensor, weights: LoRAWeights, plan: Any, weight: Tensor, rank: int, each: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return [x | c_1 h | ... | c_n h] and [W | B_1 | ... | B_n] for x [rows, in_features]."""
+        count = len(self._slots)
+        token_slots = self._engine.token_slots(plan, x.shape[0], weights.num_slots)
         has_adapter = token_slots[:, None] == self._slots  # [rows, adapters]
         factors = torch.where(has_adapter, weights.scalings[self._slots, 0], 0)
-        flat = as_rows(x)
-        h = self._engine.run_lora_a(flat, weights, plan)[0, :, :rank]
-        wide_x, of_x = _beside(flat, count, each)
+        h = self._engine.run_lora_a(x, weights, plan)[0, :, :rank]
+        wide_x, of_x = _beside(x, count, each)
         torch.mul(h[:, None], factors[:, :, None], out=of_x[:, :, :rank])
         b = weights.b_of(0)[self._slots, :, :rank].transpose(0, 1)  # [out_features, adapters, rank]
         # values beyond an adapter's own rank may be anything
@@ -111,7 +124,7 @@ class WidenedProducts:
         of_w[:, :, :rank] = torch.where(is_own, b, 0)
         if rank < each:
             of_x[:, :, rank:] = of_w[:, :, rank:] = 0
-        return functional.linear(wide_x, wide_w, bias).view(*x.shape[:-1], out_features)
+        return wide_x, wide_w
 
 
 def _beside(matrix: Tensor, count: int, each: int) -> tuple[Tensor, Tensor]:

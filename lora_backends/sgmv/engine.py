@@ -49,6 +49,7 @@ from lora_backends.sgmv.tiles.first_use import asked_source
 from lora_backends.sgmv.tiles.gpu import gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 from lora_backends.sgmv.tiles.source import TileSource
+from lora_backends.sgmv.wide.operands import wide_operands
 from lora_backends.weights import LoRAWeights
 
 INVARIANT_PAIRS = PairShape(pairs=256, keys=64, tile=16)
@@ -309,6 +310,33 @@ class SgmvBackend(LoRABackend):
         for programs, kernel, arguments in launches:
             kernel.launch(programs, arguments)
         return y
+
+    def widened_operands(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weights: LoRAWeights,
+        plan: SgmvPlan,
+        slots: Tensor,
+        rank: int,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the operands whose product is a linear layer with its LoRA, see `wide_operands`.
+
+        Args:
+            x: [rows, in_features] of 16 bits, its last axis contiguous.
+            weight: of the base layer, [out_features, in_features] of x's dtype.
+            weights: of the layer: one slice of x's dtype, without scales.
+            plan: of the batch, one adapter per row.
+            slots: of all adapters of the batch, [adapters] int32 on the device.
+            rank: the largest of their ranks.
+
+        Returns:
+            None if the operands have to be made of `run_lora_a`: it is overridden or its bits may
+            not depend on the batch, or `wide_operands` refuses the layer.
+        """
+        if self.batch_invariant or not stands_for(self, "widened_operands", {"run_lora_a"}):
+            return None
+        return wide_operands(x, weight, weights, plan.token_slots(), slots, rank)
 
     @override
     @stores_calls

@@ -17,6 +17,7 @@ from lora_backends.sgmv.tiles.gpu import H200
 KERNELS = {  # by label
     "triton bf16": ("shrink", "expand", "gather"),
     "csgmv bf16": ("shrink", "expand", "gather"),
+    "wide bf16": ("left", "right"),
     "blends bf16": ("shrink", "blend_shrink", "blend_expand", "add_planes"),
     "experts bf16": ("shrink", "expand", "sum", "product", "dx", "sum_pairs", "outer")
     + ("alone", "compare", "count", "scatter"),
@@ -32,7 +33,7 @@ def test_every_launched_kernel_compiles(targets, tmp_path):
     for label, kernels in KERNELS.items():
         for kernel in kernels:
             assert f"{first} compiled {label} {kernel}_kernel " in printed
-    counts = {"triton": 34, "csgmv": 7, "experts": 48, "backward": 18, "blends": 12}
+    counts = {"triton": 34, "csgmv": 7, "experts": 48, "backward": 18, "blends": 12, "wide": 8}
     for label, count in counts.items():
         assert printed.count(f"{first} compiled {label}") >= count, label
     # one of each kernel; with one segment to a group csgmv takes triton's

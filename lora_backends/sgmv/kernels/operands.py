@@ -277,3 +277,19 @@ class BaseSizes(NamedTuple):
     PRECISION: str
     INTERPRETED: bool
     PROGRAMMATIC: bool
+
+
+class WideSizes(NamedTuple):
+    """Constants of the operands of a widened product."""
+
+    EACH: int  # columns of an adapter
+    PLACES: int  # adapters, rounded up to a power of two
+    BLOCK_R: int
+    BLOCK_K: int
+    INTERPRETED: bool
+    # of the left operand
+    BLOCK_T: int = 0
+    EVEN_K: bool = False
+    PRECISION: str = ""
+    # of the right operand
+    BLOCK_C: int = 0

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lora_backends.sgmv.kernels.operands import ExpandSizes, ShrinkSizes
+from lora_backends.sgmv.kernels.operands import ExpandSizes, ShrinkSizes, WideSizes
 
 TARGETS = [  # mma.sync; wgmma; tcgen05
     "cuda:80 cuda:89 cuda:120",
@@ -146,6 +146,12 @@ BASES = [  # rows, columns, and whether there is a bias
     (64, 4096, True),  # the most shared memory
     (16, 14336, False),
     (64, 65536, True),
+]
+WIDE = [  # of widened products: columns of an adapter, adapters, and whether steps are whole
+    ("bf16", (16, 4, True)),
+    ("fp16", (8, 1, False)),
+    ("bf16", (64, 8, True)),
+    ("bf16", (256, 1, True)),  # the most shared memory
 ]
 
 
@@ -323,6 +329,8 @@ def check_shared(variant, target, shared):
 def check_ptx(found, dtype, ptx):
     """Check how a kernel reads memory, and where it waits."""
     name, sizes = found.kernel.__name__, found.sizes
+    if isinstance(sizes, WideSizes):
+        assert "global.b16" not in ptx, "a copy moves 2 bytes at a time"
     is_dense = found.kernel.__module__.startswith("lora_backends.sgmv.kernels")
     if isinstance(sizes, ExpandSizes) and is_dense:
         if is_wide(sizes):
@@ -505,6 +513,13 @@ def base_kernels(gpu):
         yield _kernel(tiles, _block_t(rows), programs, has_bias, True)
 
 
+def wide_kernels(*sizes):
+    """Return the kernels of the operands of a widened product."""
+    from lora_backends.sgmv.wide.operands import kernels_of
+
+    return kernels_of(*sizes)
+
+
 def row_constants(engine, segment_size, tile):
     """Return the constants by which an engine finds a row, and its tokens per tile."""
     from lora_backends.csgmv import segment_and_group
@@ -532,6 +547,9 @@ def variants(target):
             for found in blend_kernels(dtype, cases, programmatic, gpu):
                 pointers = PLANES if "planes_ptr" in found.kernel.arg_names else {}
                 yield Variant(f"blends {dtype}", found, dtype, pointers, whole=whole)
+    for dtype, sizes in WIDE:
+        for found in wide_kernels(*sizes):
+            yield Variant(f"wide {dtype}", found, dtype, {"token_slots_ptr": "*i32"})
     for found in base_kernels(gpu) if programmatic else ():
         yield Variant("bf16", found, "bf16")
 
