@@ -5,8 +5,9 @@
 h [tokens, rank] is the output of `run_lora_a`, and c_i the scaling of adapter i in the rows that
 have it, else 0. A denoiser has tens of thousands of rows and few inputs. There, adding LoRA to y
 reads and writes y once more, which may take as long as the base product. The widened product writes
-y once, but it copies x and W, and also multiplies the zeros. The copies are made for each product
-and freed after it. Together they are smaller than y.
+y once, but it copies x and W, and also multiplies the zeros. The left operand is made for each
+product and freed after it. The right one stays the same in all steps of a call: it is kept for the
+call, unless it would take too much memory.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ LEAST_BYTES = 64_000_000
 GAIN = 0.8
 """The most time that a widened product may take, as a share of that of adding to y."""
 
+KEPT_SHARE = 16
+"""A call keeps right operands in up to one part of so many of a GPU's memory."""
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -45,8 +49,8 @@ def is_cheaper(rows: int, in_features: int, out_features: int, columns: int, ite
     """
     # each in elements: x for h; y read and written
     added = rows * (in_features + 2 * out_features)
-    # x for h; x and W copied; the columns written and read; their product
-    widened = rows * (3 * in_features + 2 * columns) + 2 * in_features * out_features
+    # x for h and its copy at once; W copied; the columns written and read; their product
+    widened = rows * (2 * in_features + 2 * columns) + 2 * in_features * out_features
     widened += 2 * rows * columns * out_features // (FLOPS_PER_BYTE * itemsize)
     return itemsize == 2 and added * itemsize >= LEAST_BYTES and widened < GAIN * added
 
@@ -81,6 +85,11 @@ class WidenedProducts:
         self._slots = torch.tensor(slots, device=engine.device, dtype=torch.int32)
         # engines with kernels for the operands; others leave them to torch
         self._operands = getattr(engine, "widened_operands", None)
+        self._kept: dict[int, tuple[tuple[Any, ...], Tensor]] = {}  # right operands, by id of stack
+        self._room = 0  # bytes
+        if engine.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(engine.device).total_memory
+            self._room = memory // KEPT_SHARE
 
     def run(
         self, x: Tensor, weights: LoRAWeights, plan: Any, weight: Tensor, bias: Tensor | None
@@ -100,31 +109,52 @@ class WidenedProducts:
         ):
             return None
         flat, wide = as_rows(x), None
+        key, right = _state(weight, weights), None
+        if id(weights) in self._kept:
+            made_of, kept = self._kept[id(weights)]
+            right = kept if made_of == key else None
         if self._operands is not None:
-            wide = self._operands(flat, weight, weights, plan, self._slots, rank)
+            wide = self._operands(flat, weight, weights, plan, self._slots, rank, right)
         if wide is None:
-            wide = self._by_torch(flat, weights, plan, weight, rank, each)
+            wide = self._by_torch(flat, weight, weights, plan, rank, right)
+        if right is None:
+            self._keep(weights, key, wide[1])
         return functional.linear(*wide, bias).view(*x.shape[:-1], out_features)
 
+    def _keep(self, weights: LoRAWeights, key: tuple[Any, ...], right: Tensor) -> None:
+        before = self._kept.pop(id(weights), None)
+        self._room += 0 if before is None else before[1].nbytes
+        if right.nbytes <= self._room and None not in key:
+            self._room -= right.nbytes
+            self._kept[id(weights)] = key, right
+
     def _by_torch(
-        self, x: Tensor, weights: LoRAWeights, plan: Any, weight: Tensor, rank: int, each: int
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weights: LoRAWeights,
+        plan: Any,
+        rank: int,
+        right: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return [x | c_1 h | ... | c_n h] and [W | B_1 | ... | B_n] for x [rows, in_features]."""
-        count = len(self._slots)
+        count, each = len(self._slots), -(-rank // 8) * 8
         token_slots = self._engine.token_slots(plan, x.shape[0], weights.num_slots)
         has_adapter = token_slots[:, None] == self._slots  # [rows, adapters]
         factors = torch.where(has_adapter, weights.scalings[self._slots, 0], 0)
         h = self._engine.run_lora_a(x, weights, plan)[0, :, :rank]
-        wide_x, of_x = _beside(x, count, each)
+        left, of_x = _beside(x, count, each)
         torch.mul(h[:, None], factors[:, :, None], out=of_x[:, :, :rank])
-        b = weights.b_of(0)[self._slots, :, :rank].transpose(0, 1)  # [out_features, adapters, rank]
-        # values beyond an adapter's own rank may be anything
-        is_own = torch.arange(rank, device=x.device) < weights.ranks[self._slots]
-        wide_w, of_w = _beside(weight, count, each)
-        of_w[:, :, :rank] = torch.where(is_own, b, 0)
-        if rank < each:
-            of_x[:, :, rank:] = of_w[:, :, rank:] = 0
-        return wide_x, wide_w
+        of_x[:, :, rank:] = 0
+        if right is None:
+            # [out_features, adapters, rank]
+            b = weights.b_of(0)[self._slots, :, :rank].transpose(0, 1)
+            # values beyond an adapter's own rank may be anything
+            is_own = torch.arange(rank, device=x.device) < weights.ranks[self._slots]
+            right, of_w = _beside(weight, count, each)
+            of_w[:, :, :rank] = torch.where(is_own, b, 0)
+            of_w[:, :, rank:] = 0
+        return left, right
 
 
 def _beside(matrix: Tensor, count: int, each: int) -> tuple[Tensor, Tensor]:
@@ -133,6 +163,16 @@ def _beside(matrix: Tensor, count: int, each: int) -> tuple[Tensor, Tensor]:
     wide = matrix.new_empty(rows, columns + count * each)
     wide[:, :columns] = matrix
     return wide, wide[:, columns:].view(rows, count, each)
+
+
+def _state(weight: Tensor, weights: LoRAWeights) -> tuple[Any, ...]:
+    """Return what changes with W, B and the ranks; None in it cannot be told.
+
+    Addresses change where tensors are replaced, and versions where they are written in place.
+    """
+    tensors = (weight, *weights.tensors.values())
+    versions = [None if each.is_inference() else each._version for each in tensors]
+    return (*versions, *[each.data_ptr() for each in tensors])
 
 
 def _is_plain(x: Tensor, weights: LoRAWeights, weight: Tensor, bias: Tensor | None) -> bool:

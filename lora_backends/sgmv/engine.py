@@ -49,7 +49,7 @@ from lora_backends.sgmv.tiles.first_use import asked_source
 from lora_backends.sgmv.tiles.gpu import gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
 from lora_backends.sgmv.tiles.source import TileSource
-from lora_backends.sgmv.wide.operands import wide_operands
+from lora_backends.sgmv.wide.operands import takes, wide_left, wide_right
 from lora_backends.weights import LoRAWeights
 
 INVARIANT_PAIRS = PairShape(pairs=256, keys=64, tile=16)
@@ -319,24 +319,30 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         slots: Tensor,
         rank: int,
+        right: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the operands whose product is a linear layer with its LoRA, see `wide_operands`.
+        """Return the operands whose product is a linear layer with its LoRA, one launch for each.
 
         Args:
-            x: [rows, in_features] of 16 bits, its last axis contiguous.
+            x: [rows, in_features] of 16 bits.
             weight: of the base layer, [out_features, in_features] of x's dtype.
             weights: of the layer: one slice of x's dtype, without scales.
             plan: of the batch, one adapter per row.
             slots: of all adapters of the batch, [adapters] int32 on the device.
             rank: the largest of their ranks.
+            right: the right operand, if an earlier call has made it.
 
         Returns:
-            None if the operands have to be made of `run_lora_a`: it is overridden or its bits may
-            not depend on the batch, or `wide_operands` refuses the layer.
+            As `wide_left` and `wide_right`. None if torch has to make them of `run_lora_a`, because
+            that is overridden, the engine is batch-invariant, or the kernels do not take the layer.
         """
         if self.batch_invariant or not stands_for(self, "widened_operands", {"run_lora_a"}):
             return None
-        return wide_operands(x, weight, weights, plan.token_slots(), slots, rank)
+        if not takes(x, weight, weights, rank):
+            return None
+        if right is None:
+            right = wide_right(weight, weights, slots, rank)
+        return wide_left(x, weights, plan.token_slots(), slots, rank), right
 
     @override
     @stores_calls

@@ -6,7 +6,7 @@ from helpers.engines import UNITS, make_engine, poisoned
 
 from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights
 from lora_backends.diffusers.widened import WidenedProducts
-from lora_backends.sgmv.wide.operands import MOST_RANK, wide_operands
+from lora_backends.sgmv.wide.operands import MOST_RANK
 from lora_backends.triton import TritonBackend
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -40,10 +40,9 @@ def operands(backend, x, weight, weights, slots, listed):
     given = x, weight, weights, plan, products._slots, rank
     made = backend.widened_operands(*given)
     assert made is not None
-    each = -(-rank // 8) * 8
     clean = weights.scalings.nan_to_num(0)
     object.__setattr__(weights, "scalings", clean)  # torch multiplies by that of rank 0, too
-    return made, products._by_torch(x, weights, plan, weight, rank, each)
+    return made, products._by_torch(x, weight, weights, plan, rank, None)
 
 
 SLOTS = {
@@ -98,9 +97,7 @@ def test_rows_get_nothing_of_other_adapters(device, value):
     x = whole(len(slots), 64, seed=4, dtype=dtype).to(device)
     x[2] = value
     weight = whole(OUTPUTS, 64, seed=5, dtype=dtype).to(device)
-    (left, right), _ = operands(
-        make_engine("triton", device), x, weight, weights, slots, [0, 1, 2]
-    )
+    (left, right), _ = operands(make_engine("triton", device), x, weight, weights, slots, [0, 1, 2])
     h = left[:, 64:].view(len(slots), 3, 8)
     assert right.isfinite().all()
     assert not h[:, :, 4:].any() and not h[:5, 1:].any() and not h[5:11, ::2].any()
@@ -140,12 +137,15 @@ def test_what_they_do_not_take_they_leave_to_torch(device):
     assert made(Own(device)) is None
 
 
-def test_they_take_two_launches(device, monkeypatch):
+def test_they_take_two_launches_and_one_where_the_right_one_is_kept(device):
     engine = make_engine("csgmv-auto", device)
     weights = layer(device, (3,), 24, torch.bfloat16)
     x = whole(4, 24, seed=4, dtype=torch.bfloat16).to(device)
     plan = engine.prepare_batch(LoRABatch([0] * 4, 1))
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     with engine.recording() as noted:
-        wide_operands(x, x.clone(), weights, plan.token_slots(), slots, 3)
+        _, right = engine.widened_operands(x, x.clone(), weights, plan, slots, 3)
     assert len(noted.kernels) == 2
+    with engine.recording() as noted:
+        assert engine.widened_operands(x, x.clone(), weights, plan, slots, 3, right)[1] is right
+    assert len(noted.kernels) == 1

@@ -23,66 +23,71 @@ COLUMNS = 8
 """Rows of W per program of the right operand."""
 
 
-def wide_operands(
-    x: Tensor,
-    weight: Tensor,
-    weights: LoRAWeights,
-    token_slots: Tensor,
-    slots: Tensor,
-    rank: int,
-) -> tuple[Tensor, Tensor] | None:
-    """Return [x | c_1 h | ... | c_n h] and [W | B_1 | ... | B_n], contiguous, in two launches.
+def takes(x: Tensor, weight: Tensor, weights: LoRAWeights, rank: int) -> bool:
+    """Return whether the kernels make the operands for such tensors, which `wide_left` describes.
+
+    Rows of the operands begin at multiples of 16 bytes, and `rank` is up to `MOST_RANK`.
+    """
+    matrices = x, weight, weights.a_of(0), weights.b_of(0)
+    return (
+        x.shape[1] % 8 == 0
+        and 0 < rank <= MOST_RANK
+        and all(matrix.stride(-1) == 1 for matrix in matrices)
+    )
+
+
+def wide_left(
+    x: Tensor, weights: LoRAWeights, token_slots: Tensor, slots: Tensor, rank: int
+) -> Tensor:
+    """Return [x | c_1 h | ... | c_n h], contiguous, in one launch.
 
     Args:
-        x: [rows, in_features], its last axis contiguous.
-        weight: W, [out_features, in_features], likewise.
+        x: [rows, in_features].
         weights: of the layer: one slice, of x's dtype, without scales.
         token_slots: slot of every row or -1, [rows or more] int32.
         slots: of the n adapters, [n] int32, no two alike.
         rank: the largest of their ranks.
 
     Returns:
-        [rows, in_features + n * each] and [out_features, in_features + n * each], where `each` is
-        `rank` rounded up to 8. None if nothing was launched: rows of the operands would begin at no
-        multiple of 16 bytes, or the rank is beyond `MOST_RANK`.
+        [rows, in_features + n * each], where `each` is `rank` rounded up to 8.
     """
-    (rows, features), (out_features, _), count = x.shape, weight.shape, slots.numel()
-    a, b = weights.a_of(0), weights.b_of(0)
-    steps = x.stride(1), weight.stride(1), a.stride(2), b.stride(2)
-    if features % 8 or rank > MOST_RANK or steps != (1, 1, 1, 1):
-        return None
-    each = -(-rank // 8) * 8
-    width = features + count * each
-    left, right = x.new_empty(rows, width), weight.new_empty(out_features, width)
-    places = 1 << (count - 1).bit_length()
-    of_left, of_right = kernels_of(each, places, features % 128 == 0)
-    ranks, scalings = weights.ranks, weights.scalings
+    (rows, features), a = x.shape, weights.a_of(0)
+    kernel, _ = _kernels(rank, slots, features)
+    count, each = slots.numel(), kernel.sizes.EACH
+    left = x.new_empty(rows, features + count * each)
     if rows:
-        of_left.launch(
-            -(-rows // of_left.sizes.BLOCK_T),
-            Arguments(
-                (left, x, token_slots, slots, a, ranks, scalings),
-                (),
-                (rows, count, features // 8, x.stride(0), *a.stride()[:2])
-                + (ranks.stride(0), scalings.stride(0)),
-            ),
-        )
-    of_right.launch(
-        -(-out_features // COLUMNS),
-        Arguments(
-            (right, weight, b, slots, ranks),
-            (),
-            (count, out_features, features // 8, weight.stride(0), *b.stride()[:2])
-            + (ranks.stride(0),),
-        ),
-    )
-    return left, right
+        tensors = left, x, token_slots, slots, a, weights.ranks, weights.scalings
+        strides = *a.stride()[:2], weights.ranks.stride(0), weights.scalings.stride(0)
+        numbers = rows, count, features // 8, x.stride(0), *strides
+        kernel.launch(-(-rows // kernel.sizes.BLOCK_T), Arguments(tensors, (), numbers))
+    return left
+
+
+def wide_right(weight: Tensor, weights: LoRAWeights, slots: Tensor, rank: int) -> Tensor:
+    """Return [W | B_1 | ... | B_n], contiguous, in one launch; arguments as of `wide_left`.
+
+    weight is W, [out_features, in_features].
+    """
+    (out_features, features), b = weight.shape, weights.b_of(0)
+    _, kernel = _kernels(rank, slots, features)
+    count, each = slots.numel(), kernel.sizes.EACH
+    right = weight.new_empty(out_features, features + count * each)
+    tensors = right, weight, b, slots, weights.ranks
+    strides = weight.stride(0), *b.stride()[:2], weights.ranks.stride(0)
+    numbers = count, out_features, features // 8, *strides
+    kernel.launch(-(-out_features // kernel.sizes.BLOCK_C), Arguments(tensors, (), numbers))
+    return right
+
+
+def _kernels(
+    rank: int, slots: Tensor, features: int
+) -> tuple[SpecializedKernel, SpecializedKernel]:
+    places = 1 << (slots.numel() - 1).bit_length()
+    return kernels_of(-(-rank // 8) * 8, places, features % 128 == 0)
 
 
 @lru_cache(maxsize=1024)
-def kernels_of(
-    each: int, places: int, even_k: bool
-) -> tuple[SpecializedKernel, SpecializedKernel]:
+def kernels_of(each: int, places: int, even_k: bool) -> tuple[SpecializedKernel, SpecializedKernel]:
     """Return the kernels of both operands.
 
     Args:
