@@ -12,6 +12,7 @@ from lora_backends.hf.calls.entries import Entry
 from lora_backends.hf.calls.request import Request
 from lora_backends.hf.calls.running import ModelCall
 from lora_backends.hf.wrapped import WrappedModel
+from lora_backends.weights import LoRAWeights
 
 WIDENING_DEVICES = ("cuda",)
 """Types of devices on which layers may use `WidenedProducts`."""
@@ -62,7 +63,10 @@ class ComponentCall(Request):
             and backend.device.type in WIDENING_DEVICES
             and not backend.batch_invariant  # the width depends on the adapters of other images
         ):
-            ranks = ranks_by_stack(pool, [*slots.values()], self.stacks)
+            stacks: list[tuple[LoRAWeights, tuple[str, ...]]]
+            stacks = [(stack, (path,)) for path, stack in self.stacks.items()]
+            stacks += [(stack, groups[leader]) for leader, stack in self.shared.items()]
+            ranks = ranks_by_stack(pool, [*slots.values()], stacks)
             self.widened = WidenedProducts(backend, [*slots.values()], ranks).run
         self._name, self._copies, self._trial = name, copies, trial
         self.outer: PipelineCall | None = None

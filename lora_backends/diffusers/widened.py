@@ -12,7 +12,9 @@ call, unless it would take too much memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -56,16 +58,16 @@ def is_cheaper(rows: int, in_features: int, out_features: int, columns: int, ite
 
 
 def ranks_by_stack(
-    pool: AdapterPool, slots: Sequence[int], stacks: Mapping[str, LoRAWeights]
+    pool: AdapterPool, slots: Sequence[int], stacks: Iterable[tuple[LoRAWeights, Sequence[str]]]
 ) -> dict[int, int]:
     """Return the largest rank of the adapters in `slots`, by id of a stack that may be widened.
 
-    `stacks` has the modules' stacks by path. c h is rounded to x's dtype. Float16 ends at 65504, so
-    there c may not enlarge h: stacks with a scaling beyond 1 are left out.
+    `stacks` come with the paths of their modules. c h is rounded to x's dtype. Float16 ends at
+    65504, so there c may not enlarge h: stacks with a scaling beyond 1 are left out.
     """
     ranks = {}
-    for path, stack in stacks.items():
-        loras = [pool.lora_of(slot, path) for slot in slots]
+    for stack, paths in stacks:
+        loras = [pool.lora_of(slot, path) for slot in slots for path in paths]
         if pool.dtype is not torch.float16 or all(abs(scaling) <= 1 for _, scaling in loras):
             ranks[id(stack)] = max(rank for rank, _ in loras)
     return ranks
@@ -101,10 +103,10 @@ class WidenedProducts:
         """
         (out_features, in_features), count = weight.shape, len(self._slots)
         rows, rank = x.numel() // in_features, self._ranks.get(id(weights), 0)
-        each = -(-rank // 8) * 8  # columns of an adapter: 16 bytes, to which products are aligned
+        columns = count * weights.num_slices * _columns_of(rank)
         if not (
             rank
-            and is_cheaper(rows, in_features, out_features, count * each, x.element_size())
+            and is_cheaper(rows, in_features, out_features, columns, x.element_size())
             and _is_plain(x, weights, weight, bias)
         ):
             return None
@@ -119,7 +121,7 @@ class WidenedProducts:
             wide = self._by_torch(flat, weight, weights, plan, rank, right)
         if right is None:
             self._keep(weights, key, wide[1])
-        return functional.linear(*wide, bias).view(*x.shape[:-1], out_features)
+        return functional.linear(wide[0], wide[1], bias).view(*x.shape[:-1], out_features)
 
     def _keep(self, weights: LoRAWeights, key: tuple[Any, ...], right: Tensor) -> None:
         before = self._kept.pop(id(weights), None)
@@ -138,31 +140,38 @@ class WidenedProducts:
         right: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return [x | c_1 h | ... | c_n h] and [W | B_1 | ... | B_n] for x [rows, in_features]."""
-        count, each = len(self._slots), -(-rank // 8) * 8
+        shape = len(self._slots), weights.num_slices, _columns_of(rank)
         token_slots = self._engine.token_slots(plan, x.shape[0], weights.num_slots)
-        has_adapter = token_slots[:, None] == self._slots  # [rows, adapters]
-        factors = torch.where(has_adapter, weights.scalings[self._slots, 0], 0)
-        h = self._engine.run_lora_a(x, weights, plan)[0, :, :rank]
-        left, of_x = _beside(x, count, each)
-        torch.mul(h[:, None], factors[:, :, None], out=of_x[:, :, :rank])
-        of_x[:, :, rank:] = 0
+        has_adapter = token_slots[:, None, None] == self._slots[:, None]  # [rows, adapters, 1]
+        factors = torch.where(has_adapter, weights.scalings[self._slots], 0)
+        # [rows, slices, rank]
+        h = self._engine.run_lora_a(x, weights, plan)[:, :, :rank].transpose(0, 1)
+        left, of_x = _beside(x, shape)
+        torch.mul(h[:, None], factors[:, :, :, None], out=of_x[..., :rank])
+        of_x[..., rank:] = 0
         if right is None:
-            # [out_features, adapters, rank]
-            b = weights.b_of(0)[self._slots, :, :rank].transpose(0, 1)
-            # values beyond an adapter's own rank may be anything
-            is_own = torch.arange(rank, device=x.device) < weights.ranks[self._slots]
-            right, of_w = _beside(weight, count, each)
-            of_w[:, :, :rank] = torch.where(is_own, b, 0)
-            of_w[:, :, rank:] = 0
+            right, of_w = _beside(weight, shape)
+            of_w.zero_()
+            for s, (first, end) in enumerate(pairwise(weights.slice_offsets)):
+                # [width of the slice, adapters, rank]
+                b = weights.b_of(s)[self._slots, :, :rank].transpose(0, 1)
+                # values beyond an adapter's own rank may be anything
+                is_own = torch.arange(rank, device=x.device) < weights.ranks[self._slots, s, None]
+                of_w[first:end, :, s, :rank] = torch.where(is_own, b, 0)
         return left, right
 
 
-def _beside(matrix: Tensor, count: int, each: int) -> tuple[Tensor, Tensor]:
-    """Return a copy with room for more columns, and these columns as [rows, count, each]."""
+def _columns_of(rank: int) -> int:
+    """Return the columns of an adapter's slice: 16 bytes, to which products are aligned."""
+    return -(-rank // 8) * 8
+
+
+def _beside(matrix: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Return a copy with room for more columns, and these as [rows, adapters, slices, columns]."""
     rows, columns = matrix.shape
-    wide = matrix.new_empty(rows, columns + count * each)
+    wide = matrix.new_empty(rows, columns + prod(shape))
     wide[:, :columns] = matrix
-    return wide, wide[:, columns:].view(rows, count, each)
+    return wide, wide[:, columns:].view(rows, *shape)
 
 
 def _state(weight: Tensor, weights: LoRAWeights) -> tuple[Any, ...]:
@@ -180,7 +189,6 @@ def _is_plain(x: Tensor, weights: LoRAWeights, weight: Tensor, bias: Tensor | No
     terms = weights.bias, weights.output_scales, weights.a_scales, weights.b_scales
     return (
         all(term is None for term in terms)
-        and len(weights.output_slices) == 1
         and all(tensor is None or type(tensor) in _PLAIN for tensor in (x, weight, bias))
         and x.dtype == weight.dtype
         and not torch.is_grad_enabled()

@@ -326,7 +326,7 @@ class SgmvBackend(LoRABackend):
         Args:
             x: [rows, in_features] of 16 bits.
             weight: of the base layer, [out_features, in_features] of x's dtype.
-            weights: of the layer: one slice of x's dtype, without scales.
+            weights: of the layer, of x's dtype, without scales.
             plan: of the batch, one adapter per row.
             slots: of all adapters of the batch, [adapters] int32 on the device.
             rank: the largest of their ranks.

@@ -51,6 +51,20 @@ def test_a_widened_product_is_the_layer_with_lora(always, ranks):
         torch.testing.assert_close(y[0], expected)
 
 
+def test_slices_of_a_layer_have_columns_of_their_own(always):
+    torch.manual_seed(0)
+    widths, ranks = (4, 5), torch.tensor([[3, 0], [11, 2], [0, 7]], dtype=torch.int32)
+    a, b = torch.randn(3, 2, 11, 6), torch.randn(3, 9, 11)
+    weights = LoRAWeights(a, b, ranks, torch.randn(3, 2), widths)
+    engine = get_backend("torch_ref", device="cpu")
+    plan = engine.prepare_batch(LoRABatch(SLOTS, 3))
+    x, w = torch.randn(7, 6), torch.randn(9, 6)
+    products = widened.WidenedProducts(engine, [2, 0, 1], {id(weights): 11})
+    with torch.no_grad():
+        expected = engine.run_linear(x, weights, plan, torch.nn.functional.linear(x, w))
+        torch.testing.assert_close(products.run(x, weights, plan, w, None), expected)
+
+
 @pytest.mark.parametrize("term", ["bias", "output_scales"])
 def test_lora_with_other_terms_is_added(always, term):
     ranks = (3, 11, 5)

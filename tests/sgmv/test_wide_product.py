@@ -1,12 +1,14 @@
 """The operands of widened products, against those that torch makes."""
 
+from itertools import product as each_of
+
 import pytest
 import torch
 from helpers.engines import UNITS, make_engine, poisoned
 
 from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights
 from lora_backends.diffusers.widened import WidenedProducts
-from lora_backends.sgmv.wide.operands import MOST_RANK
+from lora_backends.sgmv.wide.operands import MOST_COLUMNS
 from lora_backends.triton import TritonBackend
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -72,6 +74,38 @@ def test_operands_are_those_of_torch(device, monkeypatch, dtype, slots, ranks, l
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["one stack", "tensors", "tensors apart"])
+def test_slices_have_columns_of_their_own(device, form, dtype):
+    widths, inputs, count = (9, 33, 3), 72, 4
+    ranks = torch.tensor([[3, 0, 11], [2, 2, 2], [0, 0, 0], [16, 16, 1]], dtype=torch.int32)
+    a = whole(count, len(widths), 16, inputs, seed=1, dtype=dtype)
+    b = whole(count, sum(widths), 16, seed=2, dtype=dtype)
+    for slot, s in each_of(range(count), range(len(widths))):
+        first = sum(widths[:s])
+        a[slot, s, ranks[slot, s] :] = b[slot, first : first + widths[s], ranks[slot, s] :] = (
+            torch.nan
+        )
+    a, b = a.to(device), b.to(device)
+    if form != "one stack":
+        a = tuple(a[:, s].clone() if form == "tensors apart" else a[:, s] for s in range(3))
+        b = tuple(part.clone() for part in b.split(widths, 1))
+    scalings = whole(count, 3, seed=3, dtype=torch.float32) / 2
+    weights = LoRAWeights(a, b, ranks.to(device), scalings.to(device), widths)
+    slots = [0] * 70 + [2] * 20 + [NO_ADAPTER] * 30 + [1, 3] * 10
+    x = whole(len(slots), inputs, seed=4, dtype=dtype).to(device)
+    weight = whole(sum(widths), inputs, seed=5, dtype=dtype).to(device)
+    engine = make_engine("triton", device)
+    made, wanted = operands(engine, x, weight, weights, slots, [3, 0, 2, 1])
+    assert all(map(torch.equal, made, wanted))
+    plan, linear = engine.prepare_batch(LoRABatch(slots, count)), torch.nn.functional.linear
+    x, weight = x.float(), weight.float()
+    y = engine.run_linear(x.to(dtype), weights, plan, linear(x, weight).to(dtype))
+    got = linear(made[0].float(), made[1].float())
+    # sums are exact but for the rounding of y and of c h
+    assert (got - y.float()).abs().max() <= 4 * UNITS[dtype] * got.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_h_is_rounded_once(device, dtype):
     torch.manual_seed(0)
     slots, inputs = [0] * 40 + [1] * 50 + [NO_ADAPTER] * 9, 264
@@ -131,8 +165,8 @@ def test_what_they_do_not_take_they_leave_to_torch(device):
         return engine.widened_operands(x, x.clone(), weights, plan, slots, rank)
 
     engine = make_engine("triton", device)
-    assert made(engine) and made(engine, rank=MOST_RANK)
-    assert made(engine, inputs=28) is None and made(engine, rank=MOST_RANK + 1) is None
+    assert made(engine) and made(engine, rank=MOST_COLUMNS)
+    assert made(engine, inputs=28) is None and made(engine, rank=MOST_COLUMNS + 1) is None
     assert made(make_engine("triton", device, batch_invariant=True)) is None
     assert made(Own(device)) is None
 

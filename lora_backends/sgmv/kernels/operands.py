@@ -282,14 +282,17 @@ class BaseSizes(NamedTuple):
 class WideSizes(NamedTuple):
     """Constants of the operands of a widened product."""
 
-    EACH: int  # columns of an adapter
-    PLACES: int  # adapters, rounded up to a power of two
-    BLOCK_R: int
+    EACH: int  # columns of an adapter and slice
+    NUM_SLICES: int
+    SLICE_ALIGN: int  # 0: slices lie at equal distances
+    BLOCK_N: int
     BLOCK_K: int
     INTERPRETED: bool
     # of the left operand
+    PLACES: int = 0  # adapters, rounded up to a power of two
     BLOCK_T: int = 0
     EVEN_K: bool = False
     PRECISION: str = ""
     # of the right operand
     BLOCK_C: int = 0
+    STARTS: tuple[int, ...] = ()  # first columns of slices

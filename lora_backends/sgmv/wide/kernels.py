@@ -1,14 +1,16 @@
 # mypy: ignore-errors
 """The operands of [x | c_1 h | ... | c_n h] @ [W | B_1 | ... | B_n].T, a kernel for each.
 
-Axes: T (rows of x), C (columns of y), K (inputs), R (ranks of one adapter). An adapter has EACH
-columns, a multiple of 8. Inputs are passed in groups of 8, so that Triton knows that rows of an
-operand begin at multiples of 16 bytes.
+Axes: T (rows of x), C (columns of y), K (inputs), N (rows of an adapter's A, all slices stacked). A
+slice has EACH columns of an operand, a multiple of 8. Inputs are passed in groups of 8, so that
+Triton knows that rows of an operand begin at multiples of 16 bytes.
 """
 
 import triton
 import triton.language as tl
 
+from lora_backends.sgmv.kernels.indexing import rows_of_a, slice_entry
+from lora_backends.sgmv.kernels.operands import AStack
 from lora_backends.sgmv.kernels.products import multiply, rounded
 
 
@@ -19,6 +21,7 @@ def left_kernel(
     token_slots_ptr,
     slots_ptr,
     a_ptr,
+    a_slices_ptr,
     ranks_ptr,
     scalings_ptr,
     rows,
@@ -26,9 +29,8 @@ def left_kernel(
     groups_k,
     x_stride,
     a_stride_l,
+    a_stride_s,
     a_stride_r,
-    ranks_stride,
-    scalings_stride,
     PROGRAMS: tl.constexpr,
     SIZES: tl.constexpr,
 ):
@@ -38,11 +40,17 @@ def left_kernel(
     """
     S: tl.constexpr = SIZES
     features = groups_k * 8
-    width = features + count * S.EACH
+    COLUMNS: tl.constexpr = S.NUM_SLICES * S.EACH  # of an adapter
     t = tl.program_id(0).to(tl.int64) * S.BLOCK_T + tl.arange(0, S.BLOCK_T)  # [T]
-    r = tl.arange(0, S.BLOCK_R)  # [R]
+    n = tl.arange(0, S.BLOCK_N)  # [N]
+    s, r = n // S.EACH, n % S.EACH
+    a = AStack(
+        ptr=a_ptr, ranks=ranks_ptr, slices=a_slices_ptr, scales=0, stride_l=a_stride_l,
+        stride_s=a_stride_s, stride_r=a_stride_r, scales_stride_l=0, scales_stride_s=0,
+        scales_stride_r=0,
+    )  # fmt: skip
     x_rows = x_ptr + t * x_stride  # [T]
-    wide_rows = wide_ptr + t * width  # [T]
+    wide_rows = wide_ptr + t * (features + count * COLUMNS)  # [T]
     places = tl.arange(0, S.PLACES)
     listed = tl.load(slots_ptr + places, mask=places < count, other=-1)
     slots = tl.load(token_slots_ptr + t, mask=t < rows, other=-2)  # [T], -1: no adapter
@@ -51,29 +59,32 @@ def left_kernel(
         own = slots == slot  # [T]
         place = tl.max(tl.where((listed == slot) & (slot >= 0), places, -1))
         row = tl.maximum(slot, 0).to(tl.int64)
-        rank = tl.load(ranks_ptr + row * ranks_stride, mask=place >= 0, other=0)
+        ranks_at = ranks_ptr + row * S.NUM_SLICES + s
+        rank = tl.load(ranks_at, mask=s < S.NUM_SLICES, other=0)  # [N]
+        rank = tl.where(place >= 0, rank, 0)
         # the scaling of rank 0 may be anything
-        scaling = tl.load(scalings_ptr + row * scalings_stride, mask=rank > 0, other=0.0)
-        a_rows = a_ptr + row * a_stride_l + r * a_stride_r.to(tl.int64)  # [R]
-        acc = tl.zeros((S.BLOCK_T, S.BLOCK_R), dtype=tl.float32)
+        used, scalings_at = r < rank, scalings_ptr + row * S.NUM_SLICES + s
+        scaling = tl.load(scalings_at, mask=used, other=0.0)  # [N]
+        a_rows = rows_of_a(a, row, s, r, S)  # [N]
+        acc = tl.zeros((S.BLOCK_T, S.BLOCK_N), dtype=tl.float32)
         for first in range(0, features, S.BLOCK_K):
             k = first + tl.arange(0, S.BLOCK_K)  # [K]
             if S.EVEN_K:
-                mask, a_mask = own[:, None], (r < rank)[None, :]
+                mask, a_mask = own[:, None], used[None, :]
             else:
                 mask = own[:, None] & (k < features)[None, :]
-                a_mask = (r < rank)[None, :] & (k < features)[:, None]
+                a_mask = used[None, :] & (k < features)[:, None]
             x = tl.load(x_rows[:, None] + k[None, :], mask=mask, other=0.0)
-            a = tl.load(a_rows[None, :] + k[:, None], mask=a_mask, other=0.0)
+            values = tl.load(a_rows[None, :] + k[:, None], mask=a_mask, other=0.0)
             tl.store(wide_rows[:, None] + k[None, :], x, mask=mask)
-            acc = multiply(x, a, acc, S)
+            acc = multiply(x, values, acc, S)
         # beyond the rank there are zeros, though x may be infinite
-        h = tl.where((r < rank)[None, :], acc * scaling, 0.0)
+        h = tl.where(used[None, :], acc * scaling[None, :], 0.0)
         h = rounded(h, wide_ptr.dtype.element_ty, S.INTERPRETED)
-        columns = wide_rows[:, None] + features + r[None, :]
-        mask = own[:, None] & (r < S.EACH)[None, :]
+        columns = wide_rows[:, None] + features + n[None, :]
+        mask = own[:, None] & (n < COLUMNS)[None, :]
         for each in range(count):
-            tl.store(columns + each * S.EACH, tl.where(each == place, h, 0.0), mask=mask)
+            tl.store(columns + each * COLUMNS, tl.where(each == place, h, 0.0), mask=mask)
         slot = tl.max(tl.where(slots < slot, slots, -2))
 
 
@@ -82,6 +93,7 @@ def right_kernel(
     wide_ptr,
     w_ptr,
     b_ptr,
+    b_slices_ptr,
     slots_ptr,
     ranks_ptr,
     count,
@@ -90,25 +102,40 @@ def right_kernel(
     w_stride,
     b_stride_l,
     b_stride_c,
-    ranks_stride,
     PROGRAMS: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """Copy W, and beside it B of each adapter in `slots`, zero beyond its rank."""
+    """Copy W, and beside it B of each adapter in `slots`, zero beyond a rank.
+
+    A column of y has one slice. The columns of other slices are zero there.
+    """
     S: tl.constexpr = SIZES
     features = groups_k * 8
+    COLUMNS: tl.constexpr = S.NUM_SLICES * S.EACH  # of an adapter
     c = tl.program_id(0).to(tl.int64) * S.BLOCK_C + tl.arange(0, S.BLOCK_C)  # [C]
     within = (c < out_features)[:, None]
-    wide_rows = wide_ptr + c[:, None] * (features + count * S.EACH)  # [C, 1]
+    wide_rows = wide_ptr + c[:, None] * (features + count * COLUMNS)  # [C, 1]
     w_rows = w_ptr + c[:, None] * w_stride
     for first in range(0, features, S.BLOCK_K):
         k = (first + tl.arange(0, S.BLOCK_K))[None, :]
         mask = within & (k < features)
         tl.store(wide_rows + k, tl.load(w_rows + k, mask=mask), mask=mask)
-    r = tl.arange(0, S.BLOCK_R)[None, :]
-    b_rows = b_ptr + c[:, None] * b_stride_c + r
+    n = tl.arange(0, S.BLOCK_N)[None, :]
+    s, r = n // S.EACH, n % S.EACH
+    slice_of_c = tl.zeros((S.BLOCK_C,), dtype=tl.int32)
+    for i in tl.static_range(1, S.NUM_SLICES):
+        slice_of_c += (c >= S.STARTS[i]).to(tl.int32)
+    is_slice = within & (slice_of_c[:, None] == s)  # [C, N]
     for each in range(count):
         slot = tl.load(slots_ptr + each).to(tl.int64)
-        rank = tl.load(ranks_ptr + slot * ranks_stride)
-        b = tl.load(b_rows + slot * b_stride_l, mask=within & (r < rank), other=0.0)
-        tl.store(wide_rows + features + each * S.EACH + r, b, mask=within & (r < S.EACH))
+        rank = tl.load(ranks_ptr + slot * S.NUM_SLICES + s, mask=s < S.NUM_SLICES, other=0)
+        if S.SLICE_ALIGN > 0:
+            distance, slot_stride, row_stride = slice_entry(
+                b_slices_ptr, slice_of_c, slice_of_c >= 0, S.SLICE_ALIGN
+            )
+            b_rows = b_ptr + distance + slot * slot_stride + c * row_stride
+        else:
+            b_rows = b_ptr + slot * b_stride_l + c * b_stride_c
+        b = tl.load(b_rows[:, None] + r, mask=is_slice & (r < rank), other=0.0)
+        columns = wide_rows + features + each * COLUMNS + n
+        tl.store(columns, b, mask=within & (n < COLUMNS))

@@ -7,6 +7,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from lora_backends.sgmv.kernels.operands import WideSizes
+from lora_backends.sgmv.launch import stacks_of
 from lora_backends.sgmv.launching.kernel import (
     INTERPRETED,
     Arguments,
@@ -16,24 +17,28 @@ from lora_backends.sgmv.launching.kernel import (
 from lora_backends.sgmv.wide.kernels import left_kernel, right_kernel
 from lora_backends.weights import LoRAWeights
 
-MOST_RANK = 256
-"""The largest rank whose blocks fit into 64 KB of shared memory, two steps at a time."""
+MOST_COLUMNS = 256
+"""The most columns of an adapter: blocks of two steps fit into 64 KB of shared memory."""
 
-COLUMNS = 8
+ROWS = 8
 """Rows of W per program of the right operand."""
 
 
 def takes(x: Tensor, weight: Tensor, weights: LoRAWeights, rank: int) -> bool:
     """Return whether the kernels make the operands for such tensors, which `wide_left` describes.
 
-    Rows of the operands begin at multiples of 16 bytes, and `rank` is up to `MOST_RANK`.
+    Rows of the operands begin at multiples of 16 bytes; an adapter has up to `MOST_COLUMNS`.
     """
-    matrices = x, weight, weights.a_of(0), weights.b_of(0)
     return (
         x.shape[1] % 8 == 0
-        and 0 < rank <= MOST_RANK
-        and all(matrix.stride(-1) == 1 for matrix in matrices)
+        and 0 < weights.num_slices * columns_of(rank) <= MOST_COLUMNS
+        and x.stride(1) == weight.stride(1) == 1
     )
+
+
+def columns_of(rank: int) -> int:
+    """Return the columns of an adapter's slice: a rank rounded up to 16 bytes."""
+    return -(-rank // 8) * 8
 
 
 def wide_left(
@@ -43,22 +48,23 @@ def wide_left(
 
     Args:
         x: [rows, in_features].
-        weights: of the layer: one slice, of x's dtype, without scales.
+        weights: of the layer, of x's dtype, without scales.
         token_slots: slot of every row or -1, [rows or more] int32.
         slots: of the n adapters, [n] int32, no two alike.
         rank: the largest of their ranks.
 
     Returns:
-        [rows, in_features + n * each], where `each` is `rank` rounded up to 8.
+        [rows, in_features + n * num_slices * `columns_of(rank)`].
     """
-    (rows, features), a = x.shape, weights.a_of(0)
-    kernel, _ = _kernels(rank, slots, features)
-    count, each = slots.numel(), kernel.sizes.EACH
-    left = x.new_empty(rows, features + count * each)
+    (rows, features), stacks, count = x.shape, stacks_of(weights), slots.numel()
+    a, each = stacks.a, columns_of(rank)
+    assert a is not None
+    places = 1 << (count - 1).bit_length()
+    kernel = left_kernel_of(each, weights.num_slices, a.alignment, places, features % 128 == 0)
+    left = x.new_empty(rows, features + count * weights.num_slices * each)
     if rows:
-        tensors = left, x, token_slots, slots, a, weights.ranks, weights.scalings
-        strides = *a.stride()[:2], weights.ranks.stride(0), weights.scalings.stride(0)
-        numbers = rows, count, features // 8, x.stride(0), *strides
+        tensors = left, x, token_slots, slots, a.base, a.table, stacks.ranks, stacks.scalings
+        numbers = rows, count, features // 8, x.stride(0), *a.strides
         kernel.launch(-(-rows // kernel.sizes.BLOCK_T), Arguments(tensors, (), numbers))
     return left
 
@@ -68,41 +74,62 @@ def wide_right(weight: Tensor, weights: LoRAWeights, slots: Tensor, rank: int) -
 
     weight is W, [out_features, in_features].
     """
-    (out_features, features), b = weight.shape, weights.b_of(0)
-    _, kernel = _kernels(rank, slots, features)
-    count, each = slots.numel(), kernel.sizes.EACH
-    right = weight.new_empty(out_features, features + count * each)
-    tensors = right, weight, b, slots, weights.ranks
-    strides = weight.stride(0), *b.stride()[:2], weights.ranks.stride(0)
-    numbers = count, out_features, features // 8, *strides
-    kernel.launch(-(-out_features // kernel.sizes.BLOCK_C), Arguments(tensors, (), numbers))
+    (out_features, features), stacks, count = weight.shape, stacks_of(weights), slots.numel()
+    b, each = stacks.b, columns_of(rank)
+    assert b is not None
+    kernel = right_kernel_of(each, weights.slice_offsets[:-1], b.alignment)
+    right = weight.new_empty(out_features, features + count * weights.num_slices * each)
+    tensors = right, weight, b.base, b.table, slots, stacks.ranks
+    numbers = count, out_features, features // 8, weight.stride(0), *b.strides
+    kernel.launch(-(-out_features // ROWS), Arguments(tensors, (), numbers))
     return right
 
 
-def _kernels(
-    rank: int, slots: Tensor, features: int
-) -> tuple[SpecializedKernel, SpecializedKernel]:
-    places = 1 << (slots.numel() - 1).bit_length()
-    return kernels_of(-(-rank // 8) * 8, places, features % 128 == 0)
-
-
 @lru_cache(maxsize=1024)
-def kernels_of(each: int, places: int, even_k: bool) -> tuple[SpecializedKernel, SpecializedKernel]:
-    """Return the kernels of both operands.
+def left_kernel_of(
+    each: int, num_slices: int, slice_align: int, places: int, even_k: bool
+) -> SpecializedKernel:
+    """Return the kernel of the left operand.
 
     Args:
-        each: columns of an adapter.
+        each: columns of an adapter's slice.
+        num_slices: of the layer.
+        slice_align: of the table of A; 0: none is read.
         places: adapters, rounded up to a power of two.
         even_k: whether in_features is a multiple of 128.
     """
-    block_r = max(16, 1 << (each - 1).bit_length())
-    # Little enough shared memory for several programs on a multiprocessor: they only wait for x.
-    block_t = min(64, 8192 // block_r)
-    block_k = 128 if block_r <= 32 else 64 if block_r <= 128 else 32
-    shared = {"EACH": each, "PLACES": places, "BLOCK_R": block_r, "INTERPRETED": INTERPRETED}
-    left = WideSizes(BLOCK_T=block_t, BLOCK_K=block_k, EVEN_K=even_k, PRECISION="ieee", **shared)
-    right = WideSizes(BLOCK_C=COLUMNS, BLOCK_K=256, **shared)
-    return (
-        specialized(left_kernel, 1, num_stages=3, SIZES=left),
-        specialized(right_kernel, 1, SIZES=right),
+    block_n = _block_n(each, num_slices)
+    # little enough shared memory for several programs on a multiprocessor: they only wait for x
+    sizes = WideSizes(
+        EACH=each,
+        NUM_SLICES=num_slices,
+        SLICE_ALIGN=slice_align,
+        BLOCK_N=block_n,
+        BLOCK_K=128 if block_n <= 32 else 64 if block_n <= 128 else 32,
+        INTERPRETED=INTERPRETED,
+        PLACES=places,
+        BLOCK_T=min(64, 8192 // block_n),
+        EVEN_K=even_k,
+        PRECISION="ieee",
     )
+    return specialized(left_kernel, 1, num_stages=3, SIZES=sizes)
+
+
+@lru_cache(maxsize=1024)
+def right_kernel_of(each: int, starts: tuple[int, ...], slice_align: int) -> SpecializedKernel:
+    """Return the kernel of the right operand for slices that begin at columns `starts`."""
+    sizes = WideSizes(
+        EACH=each,
+        NUM_SLICES=len(starts),
+        SLICE_ALIGN=slice_align,
+        BLOCK_N=_block_n(each, len(starts)),
+        BLOCK_K=256,
+        INTERPRETED=INTERPRETED,
+        BLOCK_C=ROWS,
+        STARTS=starts,
+    )
+    return specialized(right_kernel, 1, SIZES=sizes)
+
+
+def _block_n(each: int, num_slices: int) -> int:
+    return max(16, 1 << (each * num_slices - 1).bit_length())

@@ -147,11 +147,12 @@ BASES = [  # rows, columns, and whether there is a bias
     (16, 14336, False),
     (64, 65536, True),
 ]
-WIDE = [  # of widened products: columns of an adapter, adapters, and whether steps are whole
-    ("bf16", (16, 4, True)),
-    ("fp16", (8, 1, False)),
-    ("bf16", (64, 8, True)),
-    ("bf16", (256, 1, True)),  # the most shared memory
+WIDE = [  # of widened products: columns of a slice, first columns of slices, whether they have a
+    # table, adapters, and whether steps are whole
+    ("bf16", (16, (0,), False, 4, True)),
+    ("fp16", (8, (0,), False, 1, False)),
+    ("bf16", (16, (0, 1280, 2560), True, 4, True)),
+    ("bf16", (256, (0,), False, 1, True)),  # the most shared memory
 ]
 
 
@@ -513,11 +514,13 @@ def base_kernels(gpu):
         yield _kernel(tiles, _block_t(rows), programs, has_bias, True)
 
 
-def wide_kernels(*sizes):
-    """Return the kernels of the operands of a widened product."""
-    from lora_backends.sgmv.wide.operands import kernels_of
+def wide_kernels(each, starts, has_table, adapters, even_k):
+    """Yield the kernels of the operands of a widened product."""
+    from lora_backends.sgmv.wide.operands import left_kernel_of, right_kernel_of
 
-    return kernels_of(*sizes)
+    align = 16 * has_table
+    yield left_kernel_of(each, len(starts), align, adapters, even_k)
+    yield right_kernel_of(each, starts, align)
 
 
 def row_constants(engine, segment_size, tile):
