@@ -7,7 +7,11 @@ have it, else 0. A denoiser has tens of thousands of rows and few inputs. There,
 reads and writes y once more, which may take as long as the base product. The widened product writes
 y once, but it copies x and W, and also multiplies the zeros. The left operand is made for each
 product and freed after it. The right one stays the same in all steps of a call: it is kept for the
-call, unless it would take too much memory.
+call, unless it would take too much memory. Engines may have kernels for the operands
+(`widened_operands`); for all others torch makes them.
+
+A layer of several slices, such as queries, keys and values, has columns for each: B_i has the B of
+a slice in the rows of that slice.
 """
 
 from __future__ import annotations
