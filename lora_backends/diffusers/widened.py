@@ -185,6 +185,8 @@ def _state(weight: Tensor, weights: LoRAWeights) -> tuple[Any, ...]:
     """
     tensors = (weight, *weights.tensors.values())
     versions = [None if each.is_inference() else each._version for each in tensors]
+    if weights.num_slices > 1:  # W may be joined of parameters, which have versions of their own
+        versions[0] = None
     return (*versions, *[each.data_ptr() for each in tensors])
 
 

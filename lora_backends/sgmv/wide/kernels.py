@@ -41,8 +41,10 @@ def left_kernel(
     S: tl.constexpr = SIZES
     features = groups_k * 8
     COLUMNS: tl.constexpr = S.NUM_SLICES * S.EACH  # of an adapter
-    t = tl.program_id(0).to(tl.int64) * S.BLOCK_T + tl.arange(0, S.BLOCK_T)  # [T]
-    n = tl.arange(0, S.BLOCK_N)  # [N]
+    T: tl.constexpr = S.BLOCK_T
+    N: tl.constexpr = S.BLOCK_N
+    t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)  # [T]
+    n = tl.arange(0, N)  # [N]
     s, r = n // S.EACH, n % S.EACH
     a = AStack(
         ptr=a_ptr, ranks=ranks_ptr, slices=a_slices_ptr, scales=0, stride_l=a_stride_l,
@@ -66,7 +68,7 @@ def left_kernel(
         used, scalings_at = r < rank, scalings_ptr + row * S.NUM_SLICES + s
         scaling = tl.load(scalings_at, mask=used, other=0.0)  # [N]
         a_rows = rows_of_a(a, row, s, r, S)  # [N]
-        acc = tl.zeros((S.BLOCK_T, S.BLOCK_N), dtype=tl.float32)
+        acc = tl.zeros((T, N), dtype=tl.float32)
         for first in range(0, features, S.BLOCK_K):
             k = first + tl.arange(0, S.BLOCK_K)  # [K]
             if S.EVEN_K:
@@ -112,7 +114,9 @@ def right_kernel(
     S: tl.constexpr = SIZES
     features = groups_k * 8
     COLUMNS: tl.constexpr = S.NUM_SLICES * S.EACH  # of an adapter
-    c = tl.program_id(0).to(tl.int64) * S.BLOCK_C + tl.arange(0, S.BLOCK_C)  # [C]
+    C: tl.constexpr = S.BLOCK_C
+    SLICES: tl.constexpr = S.NUM_SLICES
+    c = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)  # [C]
     within = (c < out_features)[:, None]
     wide_rows = wide_ptr + c[:, None] * (features + count * COLUMNS)  # [C, 1]
     w_rows = w_ptr + c[:, None] * w_stride
@@ -122,8 +126,8 @@ def right_kernel(
         tl.store(wide_rows + k, tl.load(w_rows + k, mask=mask), mask=mask)
     n = tl.arange(0, S.BLOCK_N)[None, :]
     s, r = n // S.EACH, n % S.EACH
-    slice_of_c = tl.zeros((S.BLOCK_C,), dtype=tl.int32)
-    for i in tl.static_range(1, S.NUM_SLICES):
+    slice_of_c = tl.zeros((C,), dtype=tl.int32)
+    for i in tl.static_range(1, SLICES):
         slice_of_c += (c >= S.STARTS[i]).to(tl.int32)
     is_slice = within & (slice_of_c[:, None] == s)  # [C, N]
     for each in range(count):
