@@ -251,6 +251,8 @@ class MultiLoRAPipeline:
                     if part == self._family.denoiser:
                         rows = [row for row in rows for _ in range(images)]
                     calls[component.wrapped.key] = component.call(rows, slots)
+            # each holds the others, and right operands of widened products: free them at once
+            stack.callback(calls.clear)
             stack.enter_context(running(PipelineCall(calls)))
             yield
 

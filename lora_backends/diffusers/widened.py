@@ -147,7 +147,9 @@ class WidenedProducts:
         shape = len(self._slots), weights.num_slices, _columns_of(rank)
         token_slots = self._engine.token_slots(plan, x.shape[0], weights.num_slots)
         has_adapter = token_slots[:, None, None] == self._slots[:, None]  # [rows, adapters, 1]
-        factors = torch.where(has_adapter, weights.scalings[self._slots], 0)
+        # the scaling of rank 0 may be NaN
+        has_lora = has_adapter & (weights.ranks[self._slots] > 0)  # [rows, adapters, slices]
+        factors = torch.where(has_lora, weights.scalings[self._slots], 0)
         # [rows, slices, rank]
         h = self._engine.run_lora_a(x, weights, plan)[:, :, :rank].transpose(0, 1)
         left, of_x = _beside(x, shape)

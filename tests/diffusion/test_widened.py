@@ -1,6 +1,8 @@
 """Layers with their LoRA as one widened product equal the base product with LoRA added to it."""
 
 import doctest
+import gc
+import weakref
 from itertools import product as each_of
 
 import pytest
@@ -22,13 +24,14 @@ def always(monkeypatch):
 
 
 def layer(ranks, **terms):
-    """Return a stack of three adapters, with NaN beyond each one's rank."""
+    """Return a stack of three adapters, with NaN beyond each one's rank, and to scale rank 0."""
     torch.manual_seed(0)
     a, b = torch.randn(3, 1, 11, 6), torch.randn(3, 10, 11)
     for slot, rank in enumerate(ranks):
         a[slot, :, rank:] = b[slot, :, rank:] = torch.nan
-    scalings = torch.tensor([[0.5], [2.0], [-0.7]])
-    return LoRAWeights(a, b, torch.tensor(ranks)[:, None].int(), scalings, (10,), **terms)
+    ranks, scalings = torch.tensor(ranks)[:, None].int(), torch.tensor([[0.5], [2.0], [-0.7]])
+    scalings[ranks == 0] = torch.nan
+    return LoRAWeights(a, b, ranks, scalings, (10,), **terms)
 
 
 def product(weights, ranks):
@@ -55,7 +58,9 @@ def test_slices_of_a_layer_have_columns_of_their_own(always):
     torch.manual_seed(0)
     widths, ranks = (4, 5), torch.tensor([[3, 0], [11, 2], [0, 7]], dtype=torch.int32)
     a, b = torch.randn(3, 2, 11, 6), torch.randn(3, 9, 11)
-    weights = LoRAWeights(a, b, ranks, torch.randn(3, 2), widths)
+    scalings = torch.randn(3, 2)
+    scalings[ranks == 0] = torch.nan
+    weights = LoRAWeights(a, b, ranks, scalings, widths)
     engine = get_backend("torch_ref", device="cpu")
     plan = engine.prepare_batch(LoRABatch(SLOTS, 3))
     x, w = torch.randn(7, 6), torch.randn(9, 6)
@@ -110,6 +115,22 @@ def test_a_right_operand_is_kept_until_w_or_b_changes(always):
         assert not products._kept, "its changes cannot be seen"
 
 
+def test_a_right_operand_of_joined_weights_is_not_kept(always):
+    """W is joined of parameters whose writes W does not count."""
+    engine = get_backend("torch_ref", device="cpu")
+    a, b, ranks = torch.randn(3, 2, 4, 6), torch.randn(3, 9, 4), torch.full((3, 2), 4)
+    weights = LoRAWeights(a, b, ranks.int(), torch.ones(3, 2), (4, 5))
+    plan, x, w = engine.prepare_batch(LoRABatch(SLOTS, 3)), torch.randn(7, 6), torch.randn(9, 6)
+    part = torch.nn.Parameter(torch.utils.dlpack.from_dlpack(w[:4]))
+    products = widened.WidenedProducts(engine, [2, 0, 1], {id(weights): 4})
+    products._room = 1 << 20
+    with torch.no_grad():
+        for _ in range(2):
+            expected = engine.run_linear(x, weights, plan, torch.nn.functional.linear(x, w))
+            torch.testing.assert_close(products.run(x, weights, plan, w, None), expected)
+            part.add_(1)
+
+
 class BarePlan:
     """A plan that takes no attributes."""
 
@@ -159,6 +180,44 @@ def test_images_are_the_same_with_widened_products(widths, monkeypatch):
             images.append(run(pipe, PROMPTS, call=model, adapters=entries))
             assert bool(widths) == bool(devices) and None not in widths
         torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
+
+
+@pytest.mark.parametrize("name", ["Stable Diffusion", "SDXL"])
+def test_joined_self_attention_is_widened(widths, monkeypatch, name):
+    pipe = PIPELINES[name]()
+    model = MultiLoRAPipeline(pipe, backend="torch_ref")
+    model.load_adapter("anime", tensors_of(pipe, ["unet"], seed=1))
+    some = tensors_of(pipe, ["unet"], seed=2, rank=11)  # the largest rank is not the leader's
+    model.load_adapter("ink", {k: v for k, v in some.items() if "attn1.to_v" in k})
+    joined = {sum(group.widths) for group in model._components["unet"].wrapped.hooked.groups}
+    images = []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(calls, "WIDENING_DEVICES", devices)
+        widths.clear()
+        images.append(run(pipe, PROMPTS, call=model, adapters=["anime", None, "ink"]))
+    assert joined and joined <= set(widths) and None not in widths
+    torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
+
+
+def test_right_operands_are_freed_with_the_call(widths, monkeypatch):
+    made, real = [], widened.WidenedProducts
+
+    def noted(*args):
+        products = real(*args)
+        products._room = 1 << 30
+        made.append(weakref.ref(products))
+        return products
+
+    monkeypatch.setattr(calls, "WidenedProducts", noted)
+    pipe = PIPELINES["Flux"]()
+    model = MultiLoRAPipeline(pipe, backend="torch_ref")
+    model.load_adapter("anime", tensors_of(pipe, ["transformer"], 1))
+    gc.disable()  # it may be long until it runs
+    try:
+        run(pipe, PROMPTS, call=model, adapters=["anime", None, None])
+        assert widths and [products() for products in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_scaling_does_not_take_h_out_of_the_range_of_float16(widths, monkeypatch):

@@ -42,8 +42,6 @@ def operands(backend, x, weight, weights, slots, listed):
     given = x, weight, weights, plan, products._slots, rank
     made = backend.widened_operands(*given)
     assert made is not None
-    clean = weights.scalings.nan_to_num(0)
-    object.__setattr__(weights, "scalings", clean)  # torch multiplies by that of rank 0, too
     return made, products._by_torch(x, weight, weights, plan, rank, None)
 
 
