@@ -183,7 +183,8 @@ def _beside(matrix: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor
 def _state(weight: Tensor, weights: LoRAWeights) -> tuple[Any, ...]:
     """Return what changes with W, B and the ranks; None in it cannot be told.
 
-    Addresses change where tensors are replaced, and versions where they are written in place.
+    Addresses change where tensors are replaced, and versions where they are written in place. A
+    write through `.data` or numpy is not seen: W must not change so within a call.
     """
     tensors = (weight, *weights.tensors.values())
     versions = [None if each.is_inference() else each._version for each in tensors]

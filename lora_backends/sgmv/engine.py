@@ -334,11 +334,14 @@ class SgmvBackend(LoRABackend):
 
         Returns:
             As `wide_left` and `wide_right`. None if torch has to make them of `run_lora_a`, because
-            that is overridden, the engine is batch-invariant, or the kernels do not take the layer.
+            that is overridden, the engine is batch-invariant, or the kernels do not take the layer
+            or the number of rows.
         """
         if self.batch_invariant or not stands_for(self, "widened_operands", {"run_lora_a"}):
             return None
         if not takes(x, weight, weights, rank):
+            return None
+        if not plan.num_tokens <= x.shape[0] <= plan.capacity:  # of other rows it has no slots
             return None
         if right is None:
             right = wide_right(weight, weights, slots, rank)

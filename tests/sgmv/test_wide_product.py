@@ -138,6 +138,20 @@ def test_rows_get_nothing_of_other_adapters(device, value):
     assert finite.tolist() == [t != 2 and slot != 1 for t, slot in enumerate(slots)]
 
 
+@pytest.mark.parametrize("name", ["triton", "csgmv-auto"])
+def test_rows_beyond_a_plan_with_room_have_no_adapter(device, name):
+    engine, dtype = make_engine(name, device), torch.bfloat16
+    weights = layer(device, (4, 2), 24, dtype)
+    plan = engine.prepare_batch(LoRABatch([1, 0] * 40, 2), capacity=100)
+    x = whole(100, 24, seed=4, dtype=dtype).to(device)
+    weight = whole(OUTPUTS, 24, seed=5, dtype=dtype).to(device)
+    products = WidenedProducts(engine, [1, 0], {})
+    given = x, weight, weights, plan
+    made = engine.widened_operands(*given, products._slots, 4)
+    wanted = products._by_torch(*given, 4, None)
+    assert all(map(torch.equal, made, wanted)) and not made[0][80:, 24:].any()
+
+
 def test_x_and_w_may_be_parts_of_larger_matrices(device):
     slots, dtype = [1, 0, NO_ADAPTER, 1] * 20, torch.float16
     weights = layer(device, (2, 5), 48, dtype, max_rank=12)
@@ -155,18 +169,25 @@ class Own(TritonBackend):
 
 
 def test_what_they_do_not_take_they_leave_to_torch(device):
-    def made(engine, inputs=24, rank=3):
-        weights = layer(device, (rank,), inputs, torch.bfloat16)
+    def made(engine, inputs=24, rank=3, tokens=4, dtype=torch.bfloat16, weight=None):
+        weights = layer(device, (rank,), inputs, dtype)
         x = whole(4, inputs, seed=4, dtype=torch.bfloat16).to(device)
-        plan = engine.prepare_batch(LoRABatch([0] * 4, 1))
+        plan = engine.prepare_batch(LoRABatch([0] * tokens, 1))
         slots = torch.zeros(1, dtype=torch.int32, device=device)
-        return engine.widened_operands(x, x.clone(), weights, plan, slots, rank)
+        weight = x.clone() if weight is None else weight.to(device)
+        return engine.widened_operands(x, weight, weights, plan, slots, rank)
 
     engine = make_engine("triton", device)
     assert made(engine) and made(engine, rank=MOST_COLUMNS)
     assert made(engine, inputs=28) is None and made(engine, rank=MOST_COLUMNS + 1) is None
     assert made(make_engine("triton", device, batch_invariant=True)) is None
     assert made(Own(device)) is None
+    # the plan has no slots of other rows
+    assert made(engine, tokens=3) is None and made(engine, tokens=5) is None
+    assert made(engine, dtype=torch.float16) is None
+    weight = torch.zeros(24, OUTPUTS, dtype=torch.bfloat16)
+    assert made(engine, weight=weight.t()) is None and made(engine, weight=weight.t().contiguous())
+    assert made(engine, weight=weight.new_zeros(OUTPUTS, 32)) is None
 
 
 def test_they_take_two_launches_and_one_where_the_right_one_is_kept(device):

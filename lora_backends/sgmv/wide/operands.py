@@ -27,10 +27,14 @@ ROWS = 8
 def takes(x: Tensor, weight: Tensor, weights: LoRAWeights, rank: int) -> bool:
     """Return whether the kernels make the operands for such tensors, which `wide_left` describes.
 
-    Rows of the operands begin at multiples of 16 bytes; an adapter has up to `MOST_COLUMNS`.
+    Rows of the operands begin at multiples of 16 bytes; an adapter has up to `MOST_COLUMNS`. What
+    does not fit the layer is left to `run_lora_a`, which refuses it.
     """
     return (
-        x.shape[1] % 8 == 0
+        x.dtype == weight.dtype == weights.dtype
+        and x.device == weight.device == weights.device
+        and x.shape[1] == weight.shape[1] == weights.in_features
+        and x.shape[1] % 8 == 0
         and 0 < weights.num_slices * columns_of(rank) <= MOST_COLUMNS
         and x.stride(1) == weight.stride(1) == 1
     )
