@@ -91,7 +91,8 @@ class WidenedProducts:
         self._slots = torch.tensor(slots, device=engine.device, dtype=torch.int32)
         # engines with kernels for the operands; others leave them to torch
         self._operands = getattr(engine, "widened_operands", None)
-        self._kept: dict[int, tuple[tuple[Any, ...], Tensor]] = {}  # right operands, by id of stack
+        # by id of stack: the state they are made of, right operands, W
+        self._kept: dict[int, tuple[tuple[Any, ...], Tensor, Tensor]] = {}
         self._room = 0  # bytes
         if engine.device.type == "cuda":
             memory = torch.cuda.get_device_properties(engine.device).total_memory
@@ -117,22 +118,25 @@ class WidenedProducts:
         flat, wide = as_rows(x), None
         key, right = _state(weight, weights), None
         if id(weights) in self._kept:
-            made_of, kept = self._kept[id(weights)]
+            made_of, kept, _ = self._kept[id(weights)]
             right = kept if made_of == key else None
         if self._operands is not None:
             wide = self._operands(flat, weight, weights, plan, self._slots, rank, right)
         if wide is None:
             wide = self._by_torch(flat, weight, weights, plan, rank, right)
         if right is None:
-            self._keep(weights, key, wide[1])
+            self._keep(weights, key, wide[1], weight)
         return functional.linear(wide[0], wide[1], bias).view(*x.shape[:-1], out_features)
 
-    def _keep(self, weights: LoRAWeights, key: tuple[Any, ...], right: Tensor) -> None:
+    def _keep(
+        self, weights: LoRAWeights, key: tuple[Any, ...], right: Tensor, weight: Tensor
+    ) -> None:
         before = self._kept.pop(id(weights), None)
         self._room += 0 if before is None else before[1].nbytes
         if right.nbytes <= self._room and None not in key:
             self._room -= right.nbytes
-            self._kept[id(weights)] = key, right
+            # W's memory is held: another W cannot come to lie at its address
+            self._kept[id(weights)] = key, right, weight.detach()
 
     def _by_torch(
         self,

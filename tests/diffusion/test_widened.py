@@ -5,6 +5,7 @@ import gc
 import weakref
 from itertools import product as each_of
 
+import numpy as np
 import pytest
 import torch
 from helpers.diffusion.diffusion_loras import BOUND, ENTRIES, PROMPTS, RANK, tensors_of
@@ -113,6 +114,23 @@ def test_a_right_operand_is_kept_until_w_or_b_changes(always):
         products._ranks = {id(unseen): 11}
         assert products.run(x, unseen, plan, w, None) is not None
         assert not products._kept, "its changes cannot be seen"
+
+
+def test_a_kept_right_operand_holds_the_memory_of_w(always):
+    """Else another W may lie there, with the same version."""
+    engine, ranks = get_backend("torch_ref", device="cpu"), (3, 11, 5)
+    weights, plan = layer(ranks), engine.prepare_batch(LoRABatch(SLOTS, 3))
+    products = widened.WidenedProducts(engine, [2, 0, 1], {id(weights): 11})
+    products._room = 1 << 20
+    memory = np.ones((10, 6), np.float32)
+    freed, w = weakref.ref(memory), torch.from_numpy(memory)
+    del memory
+    with torch.no_grad():
+        products.run(torch.randn(7, 6), weights, plan, w, None)
+    del w
+    assert freed() is not None
+    del products
+    assert freed() is None
 
 
 def test_a_right_operand_of_joined_weights_is_not_kept(always):
