@@ -10,8 +10,8 @@ product and freed after it. The right one stays the same in all steps of a call:
 call, unless it would take too much memory. Engines may have kernels for the operands
 (`widened_operands`); for all others torch makes them.
 
-A layer of several slices, such as queries, keys and values, has columns for each: B_i has the B of
-a slice in the rows of that slice.
+In a layer of several slices, such as queries, keys and values, h and B_i have columns for each
+slice, and B_i is zero outside of a slice's rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GAIN = 0.8
 """The most time that a widened product may take, as a share of that of adding to y."""
 
 KEPT_SHARE = 16
-"""A call keeps right operands in up to one part of so many of a GPU's memory."""
+"""The right operands that a call keeps take up to 1 / `KEPT_SHARE` of the GPU's memory."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -185,7 +185,7 @@ def _beside(matrix: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor
 
 
 def _state(weight: Tensor, weights: LoRAWeights) -> tuple[Any, ...]:
-    """Return what changes with W, B and the ranks; None in it cannot be told.
+    """Return a key that changes with W, B and the ranks; None in it: a change would not be seen.
 
     Addresses change where tensors are replaced, and versions where they are written in place. A
     write through `.data` or numpy is not seen: W must not change so within a call.

@@ -36,7 +36,7 @@ def left_kernel(
 ):
     """Copy x, and write scaling * (x @ A.T) into the columns of a row's adapter, else zeros.
 
-    Each pass takes the rows of one slot: where a tile has one, x is read once.
+    Each pass takes the rows of one slot, so a tile whose rows share a slot reads x once.
     """
     S: tl.constexpr = SIZES
     features = groups_k * 8
