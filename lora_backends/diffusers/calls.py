@@ -33,6 +33,7 @@ class ComponentCall(Request):
         slots: Mapping[str, int],
         copies: Sequence[int],  # of these rows, one behind another, that a pass may have
         trial: DenoiserTrial | None,  # of a denoiser; None for a text encoder
+        keeps: bool,  # whether base weights stay as they are in the call
     ) -> None:
         pool = wrapped.pool
         for entry in entries:
@@ -67,7 +68,7 @@ class ComponentCall(Request):
             stacks = [(stack, (path,)) for path, stack in self.stacks.items()]
             stacks += [(stack, groups[leader]) for leader, stack in self.shared.items()]
             ranks = ranks_by_stack(pool, [*slots.values()], stacks)
-            self.widened = WidenedProducts(backend, [*slots.values()], ranks).run
+            self.widened = WidenedProducts(backend, [*slots.values()], ranks, keeps).run
         self._name, self._copies, self._trial = name, copies, trial
         self.outer: PipelineCall | None = None
 

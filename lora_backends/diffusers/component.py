@@ -113,9 +113,13 @@ class Component:
                 f"  to do: wrap the pipeline before projections are fused"
             )
 
-    def call(self, entries: Sequence[Entry], slots: Mapping[str, int]) -> ComponentCall:
+    def call(
+        self, entries: Sequence[Entry], slots: Mapping[str, int], keeps: bool
+    ) -> ComponentCall:
         """Return the call in which row i has `entries[i]`."""
-        return ComponentCall(self.name, self.wrapped, entries, slots, self._copies, self._trial)
+        return ComponentCall(
+            self.name, self.wrapped, entries, slots, self._copies, self._trial, keeps
+        )
 
 
 def check_component(name: str, base: nn.Module) -> None:

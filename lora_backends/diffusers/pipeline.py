@@ -30,6 +30,9 @@ from lora_backends.hf.calls.running import running
 from lora_backends.hf.layout.base_checks import dtype_and_device
 from lora_backends.hf.words import without_base
 
+CALLBACKS = ("callback_on_step_end", "callback")
+"""Arguments of pipelines that run code of the user between steps."""
+
 
 class MultiLoRAPipeline:
     """Every image of a batch uses its own LoRA adapter, a blend of several, or none.
@@ -204,7 +207,9 @@ class MultiLoRAPipeline:
         prompts, images = _counts(given.arguments)
         _check_arguments(given.arguments)
         entries = _entries(adapters, prompts)
-        with self._running(entries, images):
+        # a callback is the only code of the user that runs in a call; it may write base weights
+        keeps = all(given.arguments.get(name) is None for name in CALLBACKS)
+        with self._running(entries, images, keeps):
             return self.pipe(*args, **kwargs)
 
     def detach(self) -> Any:
@@ -230,8 +235,13 @@ class MultiLoRAPipeline:
         )
 
     @contextmanager
-    def _running(self, entries: Sequence[Entry], images: int) -> Iterator[None]:
-        """Run the components' passes in the block with these entries, one per prompt."""
+    def _running(
+        self, entries: Sequence[Entry], images: int, keeps: bool = False
+    ) -> Iterator[None]:
+        """Run the components' passes in the block with these entries, one per prompt.
+
+        `keeps`: base weights stay as they are in the block.
+        """
         names = adapter_names(entries)
         with ExitStack() as stack:
             calls: dict[str, ComponentCall] = {}
@@ -250,7 +260,7 @@ class MultiLoRAPipeline:
                     # a text encoder sees each prompt once, the denoiser every image
                     if part == self._family.denoiser:
                         rows = [row for row in rows for _ in range(images)]
-                    calls[component.wrapped.key] = component.call(rows, slots)
+                    calls[component.wrapped.key] = component.call(rows, slots, keeps)
             # each holds the others, and right operands of widened products: free them at once
             stack.callback(calls.clear)
             stack.enter_context(running(PipelineCall(calls)))

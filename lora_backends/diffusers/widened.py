@@ -7,8 +7,8 @@ have it, else 0. A denoiser has tens of thousands of rows and few inputs. There,
 reads and writes y once more, which may take as long as the base product. The widened product writes
 y once, but it copies x and W, and also multiplies the zeros. The left operand is made for each
 product and freed after it. The right one stays the same in all steps of a call: it is kept for the
-call, unless it would take too much memory. Engines may have kernels for the operands
-(`widened_operands`); for all others torch makes them.
+call, unless it would take too much memory or a callback may write W. Engines may have kernels for
+the operands (`widened_operands`); for all others torch makes them.
 
 In a layer of several slices, such as queries, keys and values, h and B_i have columns for each
 slice, and B_i is zero outside of a slice's rows.
@@ -39,8 +39,8 @@ LEAST_BYTES = 64_000_000
 GAIN = 0.8
 """The most time that a widened product may take, as a share of that of adding to y."""
 
-KEPT_SHARE = 16
-"""The right operands that a call keeps take up to 1 / `KEPT_SHARE` of the GPU's memory."""
+KEPT_SHARE = 4
+"""The right operands that a call keeps take up to 1 / `KEPT_SHARE` of a GPU's free memory."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -84,19 +84,19 @@ class WidenedProducts:
         engine: makes the operands, or computes h.
         slots: of the adapters in the call.
         ranks: by `ranks_by_stack`, of stacks that the call holds.
+        keeps: whether W stays as it is in the call, so that right operands may be kept.
     """
 
-    def __init__(self, engine: Any, slots: Sequence[int], ranks: Mapping[int, int]) -> None:
+    def __init__(
+        self, engine: Any, slots: Sequence[int], ranks: Mapping[int, int], keeps: bool = True
+    ) -> None:
         self._engine, self._ranks = engine, ranks
         self._slots = torch.tensor(slots, device=engine.device, dtype=torch.int32)
         # engines with kernels for the operands; others leave them to torch
         self._operands = getattr(engine, "widened_operands", None)
         # by id of stack: the state they are made of, right operands, W
         self._kept: dict[int, tuple[tuple[Any, ...], Tensor, Tensor]] = {}
-        self._room = 0  # bytes
-        if engine.device.type == "cuda":
-            memory = torch.cuda.get_device_properties(engine.device).total_memory
-            self._room = memory // KEPT_SHARE
+        self._room = _room_on(engine.device) if keeps else 0  # bytes
 
     def run(
         self, x: Tensor, weights: LoRAWeights, plan: Any, weight: Tensor, bias: Tensor | None
@@ -171,6 +171,15 @@ class WidenedProducts:
         return left, right
 
 
+def _room_on(device: torch.device) -> int:
+    """Return the bytes that kept operands may take: the rest is for activations, as of a VAE."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + held) // KEPT_SHARE
+
+
 def _columns_of(rank: int) -> int:
     """Return the columns of an adapter's slice: 16 bytes, to which products are aligned."""
     return -(-rank // 8) * 8
@@ -187,8 +196,8 @@ def _beside(matrix: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor
 def _state(weight: Tensor, weights: LoRAWeights) -> tuple[Any, ...]:
     """Return a key that changes with W, B and the ranks; None in it: a change would not be seen.
 
-    Addresses change where tensors are replaced, and versions where they are written in place. A
-    write through `.data` or numpy is not seen: W must not change so within a call.
+    Addresses change where tensors are replaced, and versions where they are written in place, but
+    not by a write through `.data` or numpy.
     """
     tensors = (weight, *weights.tensors.values())
     versions = [None if each.is_inference() else each._version for each in tensors]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.diffusion.diffusion_loras import BOUND, ENTRIES, PROMPTS, RANK, tensors_of
 from helpers.diffusion.tiny_pipelines import PIPELINES, run
+from torch import nn
 
 from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights, get_backend
 from lora_backends.diffusers import MultiLoRAPipeline, calls, component, widened
@@ -214,6 +215,32 @@ def test_joined_self_attention_is_widened(widths, monkeypatch, name):
         widths.clear()
         images.append(run(pipe, PROMPTS, call=model, adapters=["anime", None, "ink"]))
     assert joined and joined <= set(widths) and None not in widths
+    torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
+
+
+def test_a_callback_may_write_base_weights(widths, monkeypatch):
+    """A write through `.data` changes no version, so nothing is kept where a callback may run."""
+    monkeypatch.setattr(widened, "_room_on", lambda device: 1 << 30)
+    pipe = PIPELINES["Flux"]()
+    model = MultiLoRAPipeline(pipe, backend="torch_ref")
+    model.load_adapter("anime", tensors_of(pipe, ["transformer"], 1))
+    layers = [module for module in pipe.transformer.modules() if isinstance(module, nn.Linear)]
+    weights = [linear.weight.detach().clone() for linear in layers]
+
+    def enlarge(pipe, step, timestep, tensors):
+        for linear in layers:
+            linear.weight.data *= 1.5
+        return {}
+
+    images = []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(calls, "WIDENING_DEVICES", devices)
+        entries = ["anime", None, None]
+        changes = {"adapters": entries, "callback_on_step_end": enlarge}
+        images.append(run(pipe, PROMPTS, call=model, **changes))
+        for linear, weight in zip(layers, weights, strict=True):
+            linear.weight.data.copy_(weight)
+    assert widths
     torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
 
 
