@@ -21,7 +21,6 @@ FACTORS = {
     "slice_tensors": "a tensor per slice",
     "room": "a plan with room",
 }
-KEYS = ("mean", "greatest")
 TRAINING = "training_gpu"
 CPU_ROWS = {
     "speed over the loop in decode, geometric mean": "decode_times_loop_geometric_mean",
@@ -127,7 +126,7 @@ def _steps(results: dict[str, str], contenders: dict[str, str]) -> str:
                 name += f", {row['adapters']} adapter{'s' * (row['adapters'] > 1)}"
             if row.get("step") == "prefill":
                 name = f"prefill, {row['prompt']:,} tokens"
-            cells.setdefault(f"{model}{', ' * bool(model)}{name}", {})[row["contender"]] = row
+            cells.setdefault(", ".join(filter(None, (model, name))), {})[row["contender"]] = row
     rows = [
         [name, f"{found['off']['ms']:.2f}", *(_ratio(found.get(c)) for c in contenders)]
         for name, found in cells.items()
@@ -183,15 +182,13 @@ def csgmv_over_triton() -> str:
 
 
 def factors() -> str:
-    """Return the time of calls with a feature over that of plain ones, mean and greatest."""
+    """Return the mean time of calls with a feature over that of plain ones."""
     summary = figures.result("h200_features")["summary"]
     rows = [
-        [label, *(f"{backend[name][key]:.2f}" for backend in summary.values() for key in KEYS)]
+        [label, *(f"{backend[name]['mean']:.2f}" for backend in summary.values())]
         for name, label in FACTORS.items()
     ]
-    return table(
-        ["", *(f">`{backend}`{key}" for backend in summary for key in ("", ", greatest"))], rows
-    )
+    return table(["", *(f">`{backend}`" for backend in summary)], rows)
 
 
 def experts() -> str:
