@@ -74,7 +74,6 @@ OF_VLLM = {
     "own": "vLLM's operators",
     "triton": "`triton`",
     "triton+graphs": "`triton`, captured prefills",
-    "off+graphs": "LoRA off, captured prefills",
 }
 OF_SGLANG = {
     "csgmv": "SGLang's `csgmv`",

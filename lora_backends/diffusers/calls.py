@@ -12,7 +12,6 @@ from lora_backends.hf.calls.entries import Entry
 from lora_backends.hf.calls.request import Request
 from lora_backends.hf.calls.running import ModelCall
 from lora_backends.hf.wrapped import WrappedModel
-from lora_backends.weights import LoRAWeights
 
 WIDENING_DEVICES = ("cuda",)
 """Types of devices on which layers may use `WidenedProducts`."""
@@ -64,9 +63,9 @@ class ComponentCall(Request):
             and backend.device.type in WIDENING_DEVICES
             and not backend.batch_invariant  # the width depends on the adapters of other images
         ):
-            stacks: list[tuple[LoRAWeights, tuple[str, ...]]]
-            stacks = [(stack, (path,)) for path, stack in self.stacks.items()]
-            stacks += [(stack, groups[leader]) for leader, stack in self.shared.items()]
+            alone = ((stack, (path,)) for path, stack in self.stacks.items())
+            joined = ((stack, groups[leader]) for leader, stack in self.shared.items())
+            stacks = (*alone, *joined)
             ranks = ranks_by_stack(pool, [*slots.values()], stacks)
             self.widened = WidenedProducts(backend, [*slots.values()], ranks, keeps).run
         self._name, self._copies, self._trial = name, copies, trial

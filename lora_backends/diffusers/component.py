@@ -116,7 +116,7 @@ class Component:
     def call(
         self, entries: Sequence[Entry], slots: Mapping[str, int], keeps: bool
     ) -> ComponentCall:
-        """Return the call in which row i has `entries[i]`."""
+        """Return the call in which row i has `entries[i]`; `keeps` as in `ComponentCall`."""
         return ComponentCall(
             self.name, self.wrapped, entries, slots, self._copies, self._trial, keeps
         )

@@ -207,7 +207,7 @@ class MultiLoRAPipeline:
         prompts, images = _counts(given.arguments)
         _check_arguments(given.arguments)
         entries = _entries(adapters, prompts)
-        # a callback is the only code of the user that runs in a call; it may write base weights
+        # a callback may write base weights, even where no version shows it
         keeps = all(given.arguments.get(name) is None for name in CALLBACKS)
         with self._running(entries, images, keeps):
             return self.pipe(*args, **kwargs)
