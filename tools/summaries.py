@@ -121,7 +121,7 @@ def _steps(results: dict[str, str], contenders: dict[str, str]) -> str:
     for model, rows in measured.items():
         for row in rows:
             name = f"{row['rows']} rows"
-            if not model:  # in a table of several models, all batches have as many adapters
+            if not model:  # tables of several models have decode steps of one number of adapters
                 name += f", {row['adapters']} adapter{'s' * (row['adapters'] > 1)}"
             if row.get("step") == "prefill":
                 name = f"prefill, {row['prompt']:,} tokens"

@@ -32,7 +32,7 @@ class ComponentCall(Request):
         slots: Mapping[str, int],
         copies: Sequence[int],  # of these rows, one behind another, that a pass may have
         trial: DenoiserTrial | None,  # of a denoiser; None for a text encoder
-        keeps: bool,  # whether base weights stay as they are in the call
+        keeps: bool,  # whether nothing writes base weights during the call
     ) -> None:
         pool = wrapped.pool
         for entry in entries:

@@ -31,7 +31,7 @@ from lora_backends.hf.layout.base_checks import dtype_and_device
 from lora_backends.hf.words import without_base
 
 CALLBACKS = ("callback_on_step_end", "callback")
-"""Arguments of pipelines that run code of the user between steps."""
+"""Arguments by which a caller's code runs between steps."""
 
 
 class MultiLoRAPipeline:
@@ -207,8 +207,9 @@ class MultiLoRAPipeline:
         prompts, images = _counts(given.arguments)
         _check_arguments(given.arguments)
         entries = _entries(adapters, prompts)
-        # a callback may write base weights, even where no version shows it
-        keeps = all(given.arguments.get(name) is None for name in CALLBACKS)
+        # a callback may write base weights without changing their versions
+        passed = {**given.arguments, **kwargs}  # some pipelines take `callback` by **kwargs
+        keeps = all(passed.get(name) is None for name in CALLBACKS)
         with self._running(entries, images, keeps):
             return self.pipe(*args, **kwargs)
 
@@ -240,7 +241,7 @@ class MultiLoRAPipeline:
     ) -> Iterator[None]:
         """Run the components' passes in the block with these entries, one per prompt.
 
-        `keeps`: base weights stay as they are in the block.
+        `keeps`: nothing writes base weights in the block.
         """
         names = adapter_names(entries)
         with ExitStack() as stack:
@@ -261,7 +262,7 @@ class MultiLoRAPipeline:
                     if part == self._family.denoiser:
                         rows = [row for row in rows for _ in range(images)]
                     calls[component.wrapped.key] = component.call(rows, slots, keeps)
-            # each holds the others, and right operands of widened products: free them at once
+            # the calls refer to each other: unless cleared, their right operands wait for gc
             stack.callback(calls.clear)
             stack.enter_context(running(PipelineCall(calls)))
             yield

@@ -6,12 +6,12 @@ h [tokens, rank] is the output of `run_lora_a`, and c_i the scaling of adapter i
 have it, else 0. A denoiser has tens of thousands of rows and few inputs. There, adding LoRA to y
 reads and writes y once more, which may take as long as the base product. The widened product writes
 y once, but it copies x and W, and also multiplies the zeros. The left operand is made for each
-product and freed after it. The right one stays the same in all steps of a call: it is kept for the
-call, unless it would take too much memory or a callback may write W. Engines may have kernels for
-the operands (`widened_operands`); for all others torch makes them.
+product and freed after it. The right operand is kept for the call, except where memory is short, a
+callback may write W, W is joined of several weights, or torch counts no writes (inference tensors).
+An engine's `widened_operands` makes both where it can; otherwise torch does.
 
 In a layer of several slices, such as queries, keys and values, h and B_i have columns for each
-slice, and B_i is zero outside of a slice's rows.
+slice. In B_i these are zero outside the slice's rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GAIN = 0.8
 """The most time that a widened product may take, as a share of that of adding to y."""
 
 KEPT_SHARE = 4
-"""The right operands that a call keeps take up to 1 / `KEPT_SHARE` of a GPU's free memory."""
+"""Right operands kept by a call take at most 1 / `KEPT_SHARE` of the memory that is free before."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -55,7 +55,7 @@ def is_cheaper(rows: int, in_features: int, out_features: int, columns: int, ite
     """
     # each in elements: x for h; y read and written
     added = rows * (in_features + 2 * out_features)
-    # x for h and its copy at once; W copied; the columns written and read; their product
+    # x read once for h and its copy (by kernels); W copied; columns written, read and multiplied
     widened = rows * (2 * in_features + 2 * columns) + 2 * in_features * out_features
     widened += 2 * rows * columns * out_features // (FLOPS_PER_BYTE * itemsize)
     return itemsize == 2 and added * itemsize >= LEAST_BYTES and widened < GAIN * added
@@ -81,10 +81,10 @@ class WidenedProducts:
     """The widened products of one call, whose rows have one adapter with strength 1, or none.
 
     Args:
-        engine: makes the operands, or computes h.
+        engine: has `widened_operands`, or computes h by `run_lora_a`.
         slots: of the adapters in the call.
         ranks: by `ranks_by_stack`, of stacks that the call holds.
-        keeps: whether W stays as it is in the call, so that right operands may be kept.
+        keeps: whether nothing writes W during the call, so that right operands may be kept.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class WidenedProducts:
         self._slots = torch.tensor(slots, device=engine.device, dtype=torch.int32)
         # engines with kernels for the operands; others leave them to torch
         self._operands = getattr(engine, "widened_operands", None)
-        # by id of stack: the state they are made of, right operands, W
+        # by id of stack: key, right operand, W
         self._kept: dict[int, tuple[tuple[Any, ...], Tensor, Tensor]] = {}
         self._room = _room_on(engine.device) if keeps else 0  # bytes
 
@@ -135,7 +135,7 @@ class WidenedProducts:
         self._room += 0 if before is None else before[1].nbytes
         if right.nbytes <= self._room and None not in key:
             self._room -= right.nbytes
-            # W's memory is held: another W cannot come to lie at its address
+            # holding W keeps its address from being reused
             self._kept[id(weights)] = key, right, weight.detach()
 
     def _by_torch(
@@ -172,7 +172,7 @@ class WidenedProducts:
 
 
 def _room_on(device: torch.device) -> int:
-    """Return the bytes that kept operands may take: the rest is for activations, as of a VAE."""
+    """Return the bytes that kept operands may take; the rest is for activations, as the VAE's."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -194,14 +194,13 @@ def _beside(matrix: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor
 
 
 def _state(weight: Tensor, weights: LoRAWeights) -> tuple[Any, ...]:
-    """Return a key that changes with W, B and the ranks; None in it: a change would not be seen.
+    """Return a key that changes when W or a tensor of the LoRA is replaced or written.
 
-    Addresses change where tensors are replaced, and versions where they are written in place, but
-    not by a write through `.data` or numpy.
+    A key that contains None misses writes. A write through `.data` or numpy changes no key.
     """
     tensors = (weight, *weights.tensors.values())
     versions = [None if each.is_inference() else each._version for each in tensors]
-    if weights.num_slices > 1:  # W may be joined of parameters, which have versions of their own
+    if weights.num_slices > 1:  # a write to a parameter that W is joined of keeps W's version
         versions[0] = None
     return (*versions, *[each.data_ptr() for each in tensors])
 

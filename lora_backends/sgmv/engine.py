@@ -321,21 +321,21 @@ class SgmvBackend(LoRABackend):
         rank: int,
         right: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the operands whose product is a linear layer with its LoRA, one launch for each.
+        """Return both operands of a widened product, made by one launch each.
 
         Args:
-            x: [rows, in_features] of 16 bits.
+            x: [rows, in_features], float32, float16 or bfloat16.
             weight: of the base layer, [out_features, in_features] of x's dtype.
-            weights: of the layer, of x's dtype, without scales.
+            weights: of the layer, of x's dtype, without LoRA bias and output scales.
             plan: of the batch, one adapter per row.
             slots: of all adapters of the batch, [adapters] int32 on the device.
             rank: the largest of their ranks.
             right: the right operand, if an earlier call has made it.
 
         Returns:
-            As `wide_left` and `wide_right`. None if torch has to make them of `run_lora_a`, because
-            that is overridden, the engine is batch-invariant, or the kernels do not take the layer
-            or the number of rows.
+            The results of `wide_left` and `wide_right`; a given `right` as it is. None if
+            `run_lora_a` is overridden, the engine is batch-invariant, or the kernels do not take
+            the layer or the number of rows.
         """
         if self.batch_invariant or not stands_for(self, "widened_operands", {"run_lora_a"}):
             return None

@@ -218,16 +218,20 @@ def test_joined_self_attention_is_widened(widths, monkeypatch, name):
     torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
 
 
-def test_a_callback_may_write_base_weights(widths, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "argument"), [("Flux", "callback_on_step_end"), ("Stable Diffusion", "callback")]
+)
+def test_a_callback_may_write_base_weights(widths, monkeypatch, family, argument):
     """A write through `.data` changes no version, so nothing is kept where a callback may run."""
-    monkeypatch.setattr(widened, "_room_on", lambda device: 1 << 30)
-    pipe = PIPELINES["Flux"]()
+    rooms = []
+    monkeypatch.setattr(widened, "_room_on", lambda device: rooms.append(device) or 1 << 30)
+    pipe, part = PIPELINES[family](), "transformer" if family == "Flux" else "unet"
     model = MultiLoRAPipeline(pipe, backend="torch_ref")
-    model.load_adapter("anime", tensors_of(pipe, ["transformer"], 1))
-    layers = [module for module in pipe.transformer.modules() if isinstance(module, nn.Linear)]
+    model.load_adapter("anime", tensors_of(pipe, [part], 1))
+    layers = [module for module in getattr(pipe, part).modules() if isinstance(module, nn.Linear)]
     weights = [linear.weight.detach().clone() for linear in layers]
 
-    def enlarge(pipe, step, timestep, tensors):
+    def enlarge(*given):
         for linear in layers:
             linear.weight.data *= 1.5
         return {}
@@ -236,11 +240,12 @@ def test_a_callback_may_write_base_weights(widths, monkeypatch):
     for devices in ((), ("cpu",)):
         monkeypatch.setattr(calls, "WIDENING_DEVICES", devices)
         entries = ["anime", None, None]
-        changes = {"adapters": entries, "callback_on_step_end": enlarge}
+        changes = {"callback_steps": 1} if argument == "callback" else {}
+        changes |= {"adapters": entries, argument: enlarge}
         images.append(run(pipe, PROMPTS, call=model, **changes))
         for linear, weight in zip(layers, weights, strict=True):
             linear.weight.data.copy_(weight)
-    assert widths
+    assert widths and not rooms
     torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
 
 

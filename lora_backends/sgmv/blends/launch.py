@@ -251,8 +251,8 @@ def choose_blend_tiles(
         # a program keeps B of all entries in registers: at most 128 values a thread
         block_c = max(MIN_DOT, min(expand.block_c, 128 * MAX_BLOCK_R // rank))
         if rank > 2 * MAX_BLOCK_R:
-            # planes of h of so many ranks cost the expand more; but for one tile fewer than 8 leave
-            # the shrink few programs: 9.9 us instead of 6.5 for 4,096 inputs
+            # planes of so many ranks slow the expand: use half. For one tile that may leave the
+            # shrink too few programs: 4 adapters of rank 64, 4,096 inputs: 2 planes 9.9 us, 8 6.5
             least = min(8, layer.in_features // 512) if batch.active_slots == 1 else 1
             most = max(shrink.split_k // 2, least)
             shrink = replace(shrink, split_k=parts(layer.in_features, shrink.block_k, most))

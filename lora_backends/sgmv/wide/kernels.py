@@ -2,8 +2,8 @@
 """The operands of [x | c_1 h | ... | c_n h] @ [W | B_1 | ... | B_n].T, a kernel for each.
 
 Axes: T (rows of x), C (columns of y), K (inputs), N (rows of an adapter's A, all slices stacked). A
-slice has EACH columns of an operand, a multiple of 8. Inputs are passed in groups of 8, so that
-Triton knows that rows of an operand begin at multiples of 16 bytes.
+slice has EACH columns of an operand, a multiple of 8. `groups_k` is in_features / 8, so that Triton
+knows that rows of an operand begin at multiples of 8 values.
 """
 
 import triton
@@ -36,7 +36,7 @@ def left_kernel(
 ):
     """Copy x, and write scaling * (x @ A.T) into the columns of a row's adapter, else zeros.
 
-    Each pass takes the rows of one slot, so a tile whose rows share a slot reads x once.
+    Each pass takes the rows of one slot. A tile reads x once, and A once for each of its slots.
     """
     S: tl.constexpr = SIZES
     features = groups_k * 8
@@ -55,7 +55,7 @@ def left_kernel(
     wide_rows = wide_ptr + t * (features + count * COLUMNS)  # [T]
     places = tl.arange(0, S.PLACES)
     listed = tl.load(slots_ptr + places, mask=places < count, other=-1)
-    slots = tl.load(token_slots_ptr + t, mask=t < rows, other=-2)  # [T], -1: no adapter
+    slots = tl.load(token_slots_ptr + t, mask=t < rows, other=-2)  # [T], -1: none, -2: beyond x
     slot = tl.max(slots)
     while slot > -2:
         own = slots == slot  # [T]
@@ -80,7 +80,7 @@ def left_kernel(
             values = tl.load(a_rows[None, :] + k[:, None], mask=a_mask, other=0.0)
             tl.store(wide_rows[:, None] + k[None, :], x, mask=mask)
             acc = multiply(x, values, acc, S)
-        # beyond the rank there are zeros, though x may be infinite
+        # beyond the rank A is loaded as 0, and 0 times infinity is NaN
         h = tl.where(used[None, :], acc * scaling[None, :], 0.0)
         h = rounded(h, wide_ptr.dtype.element_ty, S.INTERPRETED)
         columns = wide_rows[:, None] + features + n[None, :]
@@ -109,7 +109,7 @@ def right_kernel(
 ):
     """Copy W, and beside it B of each adapter in `slots`, zero beyond a rank.
 
-    A column of y has one slice. The columns of other slices are zero there.
+    A row of W belongs to one slice. It is zero in the columns of other slices.
     """
     S: tl.constexpr = SIZES
     features = groups_k * 8

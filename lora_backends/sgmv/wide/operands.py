@@ -25,10 +25,11 @@ ROWS = 8
 
 
 def takes(x: Tensor, weight: Tensor, weights: LoRAWeights, rank: int) -> bool:
-    """Return whether the kernels make the operands for such tensors, which `wide_left` describes.
+    """Return whether the kernels can make the operands.
 
-    Rows of the operands begin at multiples of 16 bytes; an adapter has up to `MOST_COLUMNS`. What
-    does not fit the layer is left to `run_lora_a`, which refuses it.
+    x is [rows, in_features], weight [out_features, in_features]; rank is the largest of the batch.
+    in_features must be a multiple of 8, rows contiguous, and the columns of an adapter 1 to
+    `MOST_COLUMNS`. False for wrong shapes, dtypes or devices, too: `run_lora_a` raises the error.
     """
     return (
         x.dtype == weight.dtype == weights.dtype
@@ -41,7 +42,7 @@ def takes(x: Tensor, weight: Tensor, weights: LoRAWeights, rank: int) -> bool:
 
 
 def columns_of(rank: int) -> int:
-    """Return the columns of an adapter's slice: a rank rounded up to 16 bytes."""
+    """Return the columns of an adapter's slice: the rank rounded up to 8, 16 bytes in 16 bits."""
     return -(-rank // 8) * 8
 
 
@@ -51,7 +52,7 @@ def wide_left(
     """Return [x | c_1 h | ... | c_n h], contiguous, in one launch.
 
     Args:
-        x: [rows, in_features].
+        x: [rows, in_features], float32, float16 or bfloat16.
         weights: of the layer, of x's dtype, without scales.
         token_slots: slot of every row or -1, [rows or more] int32.
         slots: of the n adapters, [n] int32, no two alike.
@@ -74,9 +75,16 @@ def wide_left(
 
 
 def wide_right(weight: Tensor, weights: LoRAWeights, slots: Tensor, rank: int) -> Tensor:
-    """Return [W | B_1 | ... | B_n], contiguous, in one launch; arguments as of `wide_left`.
+    """Return [W | B_1 | ... | B_n], contiguous, in one launch.
 
-    weight is W, [out_features, in_features].
+    Args:
+        weight: W, [out_features, in_features], of the weights' dtype.
+        weights: as in `wide_left`.
+        slots: as there.
+        rank: as there.
+
+    Returns:
+        [out_features, in_features + n * num_slices * `columns_of(rank)`].
     """
     (out_features, features), stacks, count = weight.shape, stacks_of(weights), slots.numel()
     b, each = stacks.b, columns_of(rank)
@@ -103,7 +111,7 @@ def left_kernel_of(
         even_k: whether in_features is a multiple of 128.
     """
     block_n = _block_n(each, num_slices)
-    # little enough shared memory for several programs on a multiprocessor: they only wait for x
+    # small blocks: several programs fit on a multiprocessor and hide each other's loads of x
     sizes = WideSizes(
         EACH=each,
         NUM_SLICES=num_slices,
