@@ -74,6 +74,7 @@ OF_VLLM = {
     "own": "vLLM's operators",
     "triton": "`triton`",
     "triton+graphs": "`triton`, captured prefills",
+    "off+graphs": "off, captured prefills",
 }
 OF_SGLANG = {
     "csgmv": "SGLang's `csgmv`",
