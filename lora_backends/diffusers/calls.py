@@ -32,7 +32,6 @@ class ComponentCall(Request):
         slots: Mapping[str, int],
         copies: Sequence[int],  # of these rows, one behind another, that a pass may have
         trial: DenoiserTrial | None,  # of a denoiser; None for a text encoder
-        keeps: bool,  # whether nothing writes base weights during the call
     ) -> None:
         pool = wrapped.pool
         for entry in entries:
@@ -67,7 +66,7 @@ class ComponentCall(Request):
             joined = ((stack, groups[leader]) for leader, stack in self.shared.items())
             stacks = (*alone, *joined)
             ranks = ranks_by_stack(pool, [*slots.values()], stacks)
-            self.widened = WidenedProducts(backend, [*slots.values()], ranks, keeps).run
+            self.widened = WidenedProducts(backend, [*slots.values()], ranks).run
         self._name, self._copies, self._trial = name, copies, trial
         self.outer: PipelineCall | None = None
 

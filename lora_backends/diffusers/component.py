@@ -113,13 +113,9 @@ class Component:
                 f"  to do: wrap the pipeline before projections are fused"
             )
 
-    def call(
-        self, entries: Sequence[Entry], slots: Mapping[str, int], keeps: bool
-    ) -> ComponentCall:
-        """Return the call in which row i has `entries[i]`; `keeps` as in `ComponentCall`."""
-        return ComponentCall(
-            self.name, self.wrapped, entries, slots, self._copies, self._trial, keeps
-        )
+    def call(self, entries: Sequence[Entry], slots: Mapping[str, int]) -> ComponentCall:
+        """Return the call in which row i has `entries[i]`."""
+        return ComponentCall(self.name, self.wrapped, entries, slots, self._copies, self._trial)
 
 
 def check_component(name: str, base: nn.Module) -> None:

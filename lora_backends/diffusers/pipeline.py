@@ -30,9 +30,6 @@ from lora_backends.hf.calls.running import running
 from lora_backends.hf.layout.base_checks import dtype_and_device
 from lora_backends.hf.words import without_base
 
-CALLBACKS = ("callback_on_step_end", "callback")
-"""Arguments by which a caller's code runs between steps."""
-
 
 class MultiLoRAPipeline:
     """Every image of a batch uses its own LoRA adapter, a blend of several, or none.
@@ -207,10 +204,7 @@ class MultiLoRAPipeline:
         prompts, images = _counts(given.arguments)
         _check_arguments(given.arguments)
         entries = _entries(adapters, prompts)
-        # a callback may write base weights without changing their versions
-        passed = {**given.arguments, **kwargs}  # some pipelines take `callback` by **kwargs
-        keeps = all(passed.get(name) is None for name in CALLBACKS)
-        with self._running(entries, images, keeps):
+        with self._running(entries, images):
             return self.pipe(*args, **kwargs)
 
     def detach(self) -> Any:
@@ -236,13 +230,8 @@ class MultiLoRAPipeline:
         )
 
     @contextmanager
-    def _running(
-        self, entries: Sequence[Entry], images: int, keeps: bool = False
-    ) -> Iterator[None]:
-        """Run the components' passes in the block with these entries, one per prompt.
-
-        `keeps`: nothing writes base weights in the block.
-        """
+    def _running(self, entries: Sequence[Entry], images: int) -> Iterator[None]:
+        """Run the components' passes in the block with these entries, one per prompt."""
         names = adapter_names(entries)
         with ExitStack() as stack:
             calls: dict[str, ComponentCall] = {}
@@ -261,9 +250,7 @@ class MultiLoRAPipeline:
                     # a text encoder sees each prompt once, the denoiser every image
                     if part == self._family.denoiser:
                         rows = [row for row in rows for _ in range(images)]
-                    calls[component.wrapped.key] = component.call(rows, slots, keeps)
-            # the calls refer to each other: unless cleared, their right operands wait for gc
-            stack.callback(calls.clear)
+                    calls[component.wrapped.key] = component.call(rows, slots)
             stack.enter_context(running(PipelineCall(calls)))
             yield
 

@@ -5,10 +5,9 @@
 h [tokens, rank] is the output of `run_lora_a`, and c_i the scaling of adapter i in the rows that
 have it, else 0. A denoiser has tens of thousands of rows and few inputs. There, adding LoRA to y
 reads and writes y once more, which may take as long as the base product. The widened product writes
-y once, but it copies x and W, and also multiplies the zeros. The left operand is made for each
-product and freed after it. The right operand is kept for the call, except where memory is short, a
-callback may write W, W is joined of several weights, or torch counts no writes (inference tensors).
-An engine's `widened_operands` makes both where it can; otherwise torch does.
+y once, but it copies x and W, and also multiplies the zeros. Both operands are made for each
+product: to keep the right one for the next step would gain 1% at most, and miss changes of W. An
+engine's `widened_operands` makes them where it can; otherwise torch does.
 
 In a layer of several slices, such as queries, keys and values, h and B_i have columns for each
 slice. In B_i these are zero outside the slice's rows.
@@ -36,12 +35,6 @@ FLOPS_PER_BYTE = 230
 LEAST_BYTES = 64_000_000
 """Bytes that adding LoRA to y must move: below, more launches cost more than they save."""
 
-GAIN = 0.8
-"""The most time that a widened product may take, as a share of that of adding to y."""
-
-KEPT_SHARE = 4
-"""Right operands kept by a call take at most 1 / `KEPT_SHARE` of the memory that is free before."""
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -50,7 +43,7 @@ def is_cheaper(rows: int, in_features: int, out_features: int, columns: int, ite
 
     No float32 product does: it is many times slower than `FLOPS_PER_BYTE` says.
 
-    >>> is_cheaper(65536, 640, 5120, 64, 2), is_cheaper(65536, 640, 640, 64, 2)
+    >>> is_cheaper(65536, 640, 640, 64, 2), is_cheaper(65536, 2560, 640, 64, 2)
     (True, False)
     """
     # each in elements: x for h; y read and written
@@ -58,7 +51,7 @@ def is_cheaper(rows: int, in_features: int, out_features: int, columns: int, ite
     # x read once for h and its copy (by kernels); W copied; columns written, read and multiplied
     widened = rows * (2 * in_features + 2 * columns) + 2 * in_features * out_features
     widened += 2 * rows * columns * out_features // (FLOPS_PER_BYTE * itemsize)
-    return itemsize == 2 and added * itemsize >= LEAST_BYTES and widened < GAIN * added
+    return itemsize == 2 and added * itemsize >= LEAST_BYTES and widened < added
 
 
 def ranks_by_stack(
@@ -84,19 +77,13 @@ class WidenedProducts:
         engine: has `widened_operands`, or computes h by `run_lora_a`.
         slots: of the adapters in the call.
         ranks: by `ranks_by_stack`, of stacks that the call holds.
-        keeps: whether nothing writes W during the call, so that right operands may be kept.
     """
 
-    def __init__(
-        self, engine: Any, slots: Sequence[int], ranks: Mapping[int, int], keeps: bool = True
-    ) -> None:
+    def __init__(self, engine: Any, slots: Sequence[int], ranks: Mapping[int, int]) -> None:
         self._engine, self._ranks = engine, ranks
         self._slots = torch.tensor(slots, device=engine.device, dtype=torch.int32)
         # engines with kernels for the operands; others leave them to torch
         self._operands = getattr(engine, "widened_operands", None)
-        # by id of stack: key, right operand, W
-        self._kept: dict[int, tuple[tuple[Any, ...], Tensor, Tensor]] = {}
-        self._room = _room_on(engine.device) if keeps else 0  # bytes
 
     def run(
         self, x: Tensor, weights: LoRAWeights, plan: Any, weight: Tensor, bias: Tensor | None
@@ -116,36 +103,14 @@ class WidenedProducts:
         ):
             return None
         flat, wide = as_rows(x), None
-        key, right = _state(weight, weights), None
-        if id(weights) in self._kept:
-            made_of, kept, _ = self._kept[id(weights)]
-            right = kept if made_of == key else None
         if self._operands is not None:
-            wide = self._operands(flat, weight, weights, plan, self._slots, rank, right)
+            wide = self._operands(flat, weight, weights, plan, self._slots, rank)
         if wide is None:
-            wide = self._by_torch(flat, weight, weights, plan, rank, right)
-        if right is None:
-            self._keep(weights, key, wide[1], weight)
+            wide = self._by_torch(flat, weight, weights, plan, rank)
         return functional.linear(wide[0], wide[1], bias).view(*x.shape[:-1], out_features)
 
-    def _keep(
-        self, weights: LoRAWeights, key: tuple[Any, ...], right: Tensor, weight: Tensor
-    ) -> None:
-        before = self._kept.pop(id(weights), None)
-        self._room += 0 if before is None else before[1].nbytes
-        if right.nbytes <= self._room and None not in key:
-            self._room -= right.nbytes
-            # holding W keeps its address from being reused
-            self._kept[id(weights)] = key, right, weight.detach()
-
     def _by_torch(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        weights: LoRAWeights,
-        plan: Any,
-        rank: int,
-        right: Tensor | None,
+        self, x: Tensor, weight: Tensor, weights: LoRAWeights, plan: Any, rank: int
     ) -> tuple[Tensor, Tensor]:
         """Return [x | c_1 h | ... | c_n h] and [W | B_1 | ... | B_n] for x [rows, in_features]."""
         shape = len(self._slots), weights.num_slices, _columns_of(rank)
@@ -159,25 +124,15 @@ class WidenedProducts:
         left, of_x = _beside(x, shape)
         torch.mul(h[:, None], factors[:, :, :, None], out=of_x[..., :rank])
         of_x[..., rank:] = 0
-        if right is None:
-            right, of_w = _beside(weight, shape)
-            of_w.zero_()
-            for s, (first, end) in enumerate(pairwise(weights.slice_offsets)):
-                # [width of the slice, adapters, rank]
-                b = weights.b_of(s)[self._slots, :, :rank].transpose(0, 1)
-                # values beyond an adapter's own rank may be anything
-                is_own = torch.arange(rank, device=x.device) < weights.ranks[self._slots, s, None]
-                of_w[first:end, :, s, :rank] = torch.where(is_own, b, 0)
+        right, of_w = _beside(weight, shape)
+        of_w.zero_()
+        for s, (first, end) in enumerate(pairwise(weights.slice_offsets)):
+            # [width of the slice, adapters, rank]
+            b = weights.b_of(s)[self._slots, :, :rank].transpose(0, 1)
+            # values beyond an adapter's own rank may be anything
+            is_own = torch.arange(rank, device=x.device) < weights.ranks[self._slots, s, None]
+            of_w[first:end, :, s, :rank] = torch.where(is_own, b, 0)
         return left, right
-
-
-def _room_on(device: torch.device) -> int:
-    """Return the bytes that kept operands may take; the rest is for activations, as the VAE's."""
-    if device.type != "cuda":
-        return 0
-    free, _ = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (free + held) // KEPT_SHARE
 
 
 def _columns_of(rank: int) -> int:
@@ -191,18 +146,6 @@ def _beside(matrix: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor
     wide = matrix.new_empty(rows, columns + prod(shape))
     wide[:, :columns] = matrix
     return wide, wide[:, columns:].view(rows, *shape)
-
-
-def _state(weight: Tensor, weights: LoRAWeights) -> tuple[Any, ...]:
-    """Return a key that changes when W or a tensor of the LoRA is replaced or written.
-
-    A key that contains None misses writes. A write through `.data` or numpy changes no key.
-    """
-    tensors = (weight, *weights.tensors.values())
-    versions = [None if each.is_inference() else each._version for each in tensors]
-    if weights.num_slices > 1:  # a write to a parameter that W is joined of keeps W's version
-        versions[0] = None
-    return (*versions, *[each.data_ptr() for each in tensors])
 
 
 def _is_plain(x: Tensor, weights: LoRAWeights, weight: Tensor, bias: Tensor | None) -> bool:

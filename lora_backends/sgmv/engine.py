@@ -319,7 +319,6 @@ class SgmvBackend(LoRABackend):
         plan: SgmvPlan,
         slots: Tensor,
         rank: int,
-        right: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Return both operands of a widened product, made by one launch each.
 
@@ -330,12 +329,10 @@ class SgmvBackend(LoRABackend):
             plan: of the batch, one adapter per row.
             slots: of all adapters of the batch, [adapters] int32 on the device.
             rank: the largest of their ranks.
-            right: the right operand, if an earlier call has made it.
 
         Returns:
-            The results of `wide_left` and `wide_right`; a given `right` as it is. None if
-            `run_lora_a` is overridden, the engine is batch-invariant, or the kernels do not take
-            the layer or the number of rows.
+            The results of `wide_left` and `wide_right`. None if `run_lora_a` is overridden, the
+            engine is batch-invariant, or the kernels do not take the layer or the number of rows.
         """
         if self.batch_invariant or not stands_for(self, "widened_operands", {"run_lora_a"}):
             return None
@@ -343,9 +340,8 @@ class SgmvBackend(LoRABackend):
             return None
         if not plan.num_tokens <= x.shape[0] <= plan.capacity:  # of other rows it has no slots
             return None
-        if right is None:
-            right = wide_right(weight, weights, slots, rank)
-        return wide_left(x, weights, plan.token_slots(), slots, rank), right
+        left = wide_left(x, weights, plan.token_slots(), slots, rank)
+        return left, wide_right(weight, weights, slots, rank)
 
     @override
     @stores_calls

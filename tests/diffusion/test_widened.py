@@ -1,16 +1,12 @@
 """Layers with their LoRA as one widened product equal the base product with LoRA added to it."""
 
 import doctest
-import gc
-import weakref
 from itertools import product as each_of
 
-import numpy as np
 import pytest
 import torch
 from helpers.diffusion.diffusion_loras import BOUND, ENTRIES, PROMPTS, RANK, tensors_of
 from helpers.diffusion.tiny_pipelines import PIPELINES, run
-from torch import nn
 
 from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights, get_backend
 from lora_backends.diffusers import MultiLoRAPipeline, calls, component, widened
@@ -76,78 +72,6 @@ def test_slices_of_a_layer_have_columns_of_their_own(always):
 def test_lora_with_other_terms_is_added(always, term):
     ranks = (3, 11, 5)
     assert product(layer(ranks, **{term: torch.ones(3, 10)}), ranks)[0] is None
-
-
-def test_a_right_operand_is_kept_until_w_or_b_changes(always):
-    engine, ranks = get_backend("torch_ref", device="cpu"), (3, 11, 5)
-    weights = layer(ranks)
-    plan = engine.prepare_batch(LoRABatch(SLOTS, 3))
-    x, w = torch.randn(7, 6), torch.nn.Parameter(torch.randn(10, 6))
-    products = widened.WidenedProducts(engine, [2, 0, 1], {id(weights): 11})
-    size = 10 * (6 + 3 * 16) * 4
-    products._room = size
-
-    def right():
-        expected = engine.run_linear(x, weights, plan, torch.nn.functional.linear(x, w))
-        torch.testing.assert_close(products.run(x, weights, plan, w, None), expected)
-        return products._kept[id(weights)][1]
-
-    with torch.no_grad():
-        first = right()
-        assert right() is first
-        changes = (
-            lambda: weights.lora_b[1].mul_(2),
-            lambda: weights.ranks[0].fill_(2),
-            lambda: w.add_(1),
-            lambda: setattr(w, "data", w + 1),
-        )
-        for change in changes:
-            change()
-            second = right()
-            assert second is not first and right() is second and products._room == 0
-            first = second
-        products._kept.clear()
-        assert products.run(x, weights, plan, w, None) is not None
-        assert not products._kept, "beyond the room"
-        products._room = size
-        with torch.inference_mode():
-            unseen = layer(ranks)
-        products._ranks = {id(unseen): 11}
-        assert products.run(x, unseen, plan, w, None) is not None
-        assert not products._kept, "its changes cannot be seen"
-
-
-def test_a_kept_right_operand_holds_the_memory_of_w(always):
-    """Else another W may lie there, with the same version."""
-    engine, ranks = get_backend("torch_ref", device="cpu"), (3, 11, 5)
-    weights, plan = layer(ranks), engine.prepare_batch(LoRABatch(SLOTS, 3))
-    products = widened.WidenedProducts(engine, [2, 0, 1], {id(weights): 11})
-    products._room = 1 << 20
-    memory = np.ones((10, 6), np.float32)
-    freed, w = weakref.ref(memory), torch.from_numpy(memory)
-    del memory
-    with torch.no_grad():
-        products.run(torch.randn(7, 6), weights, plan, w, None)
-    del w
-    assert freed() is not None
-    del products
-    assert freed() is None
-
-
-def test_a_right_operand_of_joined_weights_is_not_kept(always):
-    """W is joined of parameters whose writes W does not count."""
-    engine = get_backend("torch_ref", device="cpu")
-    a, b, ranks = torch.randn(3, 2, 4, 6), torch.randn(3, 9, 4), torch.full((3, 2), 4)
-    weights = LoRAWeights(a, b, ranks.int(), torch.ones(3, 2), (4, 5))
-    plan, x, w = engine.prepare_batch(LoRABatch(SLOTS, 3)), torch.randn(7, 6), torch.randn(9, 6)
-    part = torch.nn.Parameter(torch.utils.dlpack.from_dlpack(w[:4]))
-    products = widened.WidenedProducts(engine, [2, 0, 1], {id(weights): 4})
-    products._room = 1 << 20
-    with torch.no_grad():
-        for _ in range(2):
-            expected = engine.run_linear(x, weights, plan, torch.nn.functional.linear(x, w))
-            torch.testing.assert_close(products.run(x, weights, plan, w, None), expected)
-            part.add_(1)
 
 
 class BarePlan:
@@ -218,58 +142,6 @@ def test_joined_self_attention_is_widened(widths, monkeypatch, name):
     torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
 
 
-@pytest.mark.parametrize(
-    ("family", "argument"), [("Flux", "callback_on_step_end"), ("Stable Diffusion", "callback")]
-)
-def test_a_callback_may_write_base_weights(widths, monkeypatch, family, argument):
-    """A write through `.data` changes no version, so nothing is kept where a callback may run."""
-    rooms = []
-    monkeypatch.setattr(widened, "_room_on", lambda device: rooms.append(device) or 1 << 30)
-    pipe, part = PIPELINES[family](), "transformer" if family == "Flux" else "unet"
-    model = MultiLoRAPipeline(pipe, backend="torch_ref")
-    model.load_adapter("anime", tensors_of(pipe, [part], 1))
-    layers = [module for module in getattr(pipe, part).modules() if isinstance(module, nn.Linear)]
-    weights = [linear.weight.detach().clone() for linear in layers]
-
-    def enlarge(*given):
-        for linear in layers:
-            linear.weight.data *= 1.5
-        return {}
-
-    images = []
-    for devices in ((), ("cpu",)):
-        monkeypatch.setattr(calls, "WIDENING_DEVICES", devices)
-        entries = ["anime", None, None]
-        changes = {"callback_steps": 1} if argument == "callback" else {}
-        changes |= {"adapters": entries, argument: enlarge}
-        images.append(run(pipe, PROMPTS, call=model, **changes))
-        for linear, weight in zip(layers, weights, strict=True):
-            linear.weight.data.copy_(weight)
-    assert widths and not rooms
-    torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
-
-
-def test_right_operands_are_freed_with_the_call(widths, monkeypatch):
-    made, real = [], widened.WidenedProducts
-
-    def noted(*args):
-        products = real(*args)
-        products._room = 1 << 30
-        made.append(weakref.ref(products))
-        return products
-
-    monkeypatch.setattr(calls, "WidenedProducts", noted)
-    pipe = PIPELINES["Flux"]()
-    model = MultiLoRAPipeline(pipe, backend="torch_ref")
-    model.load_adapter("anime", tensors_of(pipe, ["transformer"], 1))
-    gc.disable()  # it may be long until it runs
-    try:
-        run(pipe, PROMPTS, call=model, adapters=["anime", None, None])
-        assert widths and [products() for products in made] == [None]
-    finally:
-        gc.enable()
-
-
 def test_a_scaling_does_not_take_h_out_of_the_range_of_float16(widths, monkeypatch):
     pipe = PIPELINES["Flux"]().to(torch.float16)
     model = MultiLoRAPipeline(pipe, backend="torch_ref")
@@ -307,7 +179,7 @@ def test_only_products_of_16_bits_are_widened_and_their_copies_are_about_as_larg
     for rows, inputs, outputs, columns in sizes:
         if widened.is_cheaper(rows, inputs, outputs, columns, 2):
             cheaper += 1
-            assert (rows + outputs) * (inputs + columns) < 1.1 * rows * outputs
+            assert (rows + outputs) * (inputs + columns) < 1.25 * rows * outputs
     assert cheaper > 9
 
 

@@ -192,7 +192,7 @@ def driver_kernel(
     if next(layouts, None) is not None:
         return None  # the kernel takes a descriptor that `given` lacks
     # the parameters: those, and two addresses of scratch memory
-    if _widths(driver, compiled.function) != [*widths, *[8] * _SCRATCH]:
+    if _widths(compiled) != (*widths, *[8] * _SCRATCH):
         return None
     return DriverKernel(
         driver.launch,
@@ -239,13 +239,16 @@ def _tensor_map(driver: Driver, descriptor: Any, layout: Any) -> TensorMap | Non
     return None if status else encoded
 
 
-def _widths(driver: Driver, function: int) -> list[int]:
-    """Return the bytes of each parameter of a kernel."""
+@lru_cache(maxsize=4096)  # many layers bind one kernel, and each parameter is a call of the driver
+def _widths(compiled: Any) -> tuple[int, ...]:
+    """Return the bytes of each parameter of a kernel that Triton compiled."""
+    driver = cuda_driver()
+    assert driver is not None
     widths: list[int] = []
     offset, width = c_size_t(), c_size_t()
-    while not driver.parameter(function, len(widths), byref(offset), byref(width)):
+    while not driver.parameter(compiled.function, len(widths), byref(offset), byref(width)):
         widths.append(width.value)
-    return widths
+    return tuple(widths)
 
 
 def _refusal(status: int) -> str:
