@@ -114,6 +114,9 @@ def _steps(results: dict[str, str], contenders: dict[str, str]) -> str:
     Args:
         results: names of files by the model that begins their rows; "": none.
         contenders: titles of columns, where measured.
+
+    Raises:
+        ValueError: two rows of a file have one cell.
     """
     measured = {model: figures.result(name)["rows"] for model, name in results.items()}
     names = {row["contender"] for rows in measured.values() for row in rows}
@@ -126,7 +129,11 @@ def _steps(results: dict[str, str], contenders: dict[str, str]) -> str:
                 name += f", {row['adapters']} adapter{'s' * (row['adapters'] > 1)}"
             if row.get("step") == "prefill":
                 name = f"prefill, {row['prompt']:,} tokens"
-            cells.setdefault(", ".join(filter(None, (model, name))), {})[row["contender"]] = row
+            name, contender = ", ".join(filter(None, (model, name))), row["contender"]
+            found = cells.setdefault(name, {})
+            if contender in found:
+                raise ValueError(f"two rows of {contender!r} for {name!r} in {results[model]}.json")
+            found[contender] = row
     rows = [
         [name, f"{found['off']['ms']:.2f}", *(_ratio(found.get(c)) for c in contenders)]
         for name, found in cells.items()
