@@ -17,6 +17,7 @@ from lora_backends import (
 from lora_backends.common.names import VLLM_VARIABLE
 from lora_backends.integrations import plans as of_plans
 from lora_backends.integrations.plans import Plans
+from lora_backends.integrations.vllm.ids import slots_of
 from lora_backends.integrations.vllm.layers import true_ranks
 from lora_backends.integrations.vllm.plugin import backend_asked_for, check_settings, check_version
 
@@ -85,6 +86,14 @@ def test_ranks_that_are_not_one_per_slice_count_for_every_slice():
     assert true_ranks(five, 3) == [5, 5, 5]
     assert true_ranks([two, five], 4) == [5] * 4
     assert true_ranks((), 2) == [0, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_an_id_without_a_slot_is_named(rows):
+    slots = {0: -1, 5: 1, 7: 0}
+    assert slots_of([7, 0, 5] * rows, slots).tolist() == [0, -1, 1] * rows
+    with pytest.raises(InvalidInputError, match="given: 6\n  allowed: 0, 5, 7,"):
+        slots_of([7, 6, 5] * rows, slots)
 
 
 class Recorder:

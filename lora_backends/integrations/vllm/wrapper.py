@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
@@ -32,11 +30,9 @@ from lora_backends.integrations.vllm import (
 )
 from lora_backends.integrations.vllm.adapters import follow as adapters
 from lora_backends.integrations.vllm.adapters import invocations
+from lora_backends.integrations.vllm.ids import slots_of
 from lora_backends.integrations.vllm.operation import run
 from lora_backends.selection.choice import get_backend
-
-SHORT = 512
-"""Rows below which their ids are looked up one by one."""
 
 NEEDED = frozenset({features.CAPACITY, features.SLICE_TENSORS})
 """Features that a backend must have: vLLM pads x without telling, and keeps a tensor per slice."""
@@ -118,14 +114,18 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         vocab_size: int,
         **kwargs: Any,
     ) -> None:
-        """Take the next batch: an adapter id per token and per sampled row, on the host."""
+        """Take the next batch: an adapter id per token and per sampled row, on the host.
+
+        Raises:
+            InvalidInputError: an id has no slot.
+        """
         self.is_prefill = mapping.is_prefill
         slot_of = {id_: slot for slot, id_ in enumerate(lora_index_to_id) if id_ is not None}
         slot_of[0] = NO_ADAPTER
         num_slots = self.tokens.num_slots
-        tokens = sampled = LoRABatch(_slots(mapping.index_mapping, slot_of), num_slots)
+        tokens = sampled = LoRABatch(slots_of(mapping.index_mapping, slot_of), num_slots)
         if mapping.prompt_mapping != mapping.index_mapping:  # equal while all requests decode
-            sampled = LoRABatch(_slots(mapping.prompt_mapping, slot_of), num_slots)
+            sampled = LoRABatch(slots_of(mapping.prompt_mapping, slot_of), num_slots)
         self.tokens.set_batch(tokens)
         self.sampled.set_batch(sampled)
         part = inputs.part_of(mapping)
@@ -340,17 +340,6 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         if own is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(own, name)
-
-
-def _slots(ids: Sequence[int], slot_of: Mapping[int, int]) -> npt.NDArray[np.int64]:
-    """Return the slot of each row from the id of its adapter."""
-    if len(ids) < SHORT:
-        return np.fromiter(map(slot_of.__getitem__, ids), np.int64, len(ids))
-    # a prefill: runs of equal ids
-    every = np.fromiter(ids, np.int64, len(ids))
-    firsts = np.flatnonzero(np.diff(every, prepend=every[0] - 1))
-    slots = [slot_of[id_] for id_ in every[firsts].tolist()]
-    return np.repeat(slots, np.diff(firsts, append=len(every)))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
