@@ -379,7 +379,7 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
         except ImportError as error:
             raise UnsupportedInputError(
                 f"this version of Transformers has no continuous batching that takes adapters: "
-                f"{error}\n  to do: pip install 'transformers>=5.23'"
+                f"{error}\n  to do: pip install 'transformers>=5.19'"
             ) from error
         return RequestManager(self._wrapped, generation_config, continuous_batching_config)
 

@@ -4,18 +4,27 @@ import dataclasses
 import threading
 from concurrent.futures import Future
 
+import pytest
 import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
+FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+needs_pause = pytest.mark.skipif(
+    not hasattr(ContinuousBatchingManager, "pause"), reason="needs transformers>=5.18: pause"
+)
+keeps_sdpa = pytest.mark.skipif(
+    "auto_switch_to_flash" not in FIELDS,
+    reason="needs transformers>=5.19: others replace SDPA while a manager runs",
+)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head")
 
 
 def settings(**changes):
     """Return a small cache, so that a test neither waits nor needs memory."""
     sizes = {"num_blocks": 24, "max_batch_tokens": 7, **changes}
-    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-    sizes["page_size" if "page_size" in known else "block_size"] = 8  # the name in older versions
-    if "auto_switch_to_flash" in known:
+    sizes["page_size" if "page_size" in FIELDS else "block_size"] = 8  # the name in older versions
+    if "auto_switch_to_flash" in FIELDS:
         sizes["auto_switch_to_flash"] = False
     return ContinuousBatchingConfig(**sizes)
 

@@ -50,9 +50,11 @@ class Attention:
     def check(self) -> None:
         """Raise UnsupportedInputError for a forward pass outside of continuous batching."""
         if self.is_paged:
+            other = "load the model with attn_implementation='sdpa', where it has that"
+            if self._own == "sdpa":
+                other = "pip install 'transformers>=5.19', which leaves it in place"
             raise UnsupportedInputError(
                 f"the model has attention {self._own!r}, which continuous batching replaces from "
                 f"start() to stop(); no other call can run meanwhile\n"
-                f"  to do: add a request, stop() the manager, or load the model with "
-                f"attn_implementation='sdpa', where it has that"
+                f"  to do: add a request, stop() the manager, or {other}"
             )

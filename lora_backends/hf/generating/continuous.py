@@ -20,6 +20,7 @@ from itertools import chain, count
 from typing import Any, Self
 
 import torch
+import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import RequestState
@@ -178,7 +179,13 @@ class RequestManager(ContinuousBatchingManager):  # type: ignore[misc]  # has no
 
         Raises:
             RequestFailedError: no thread runs the requests.
+            UnsupportedInputError: this version of Transformers has no `pause`.
         """
+        if not hasattr(super(), "pause"):
+            raise UnsupportedInputError(
+                f"Transformers {transformers.__version__} cannot pause between two passes\n"
+                f"  to do: pip install 'transformers>=5.18', or stop() and start() the manager"
+            )
         with ExitStack() as end:
             try:
                 end.enter_context(super().pause())

@@ -21,7 +21,7 @@ EAGER_ARGUMENTS = frozenset(
 """Arguments of an `eager_attention_forward` that the paged attention can replace. It reads sinks
 from the module and needs no dropout."""
 
-_WITHOUT_PAGES = (RuntimeError, AttributeError, TypeError, KeyError)
+_WITHOUT_PAGES = (RuntimeError, AttributeError, TypeError, KeyError, ValueError)
 """Errors of a first pass whose attention was written for another cache."""
 
 

@@ -10,8 +10,16 @@ import pytest
 import torch
 import transformers
 from helpers.adapters.deltas import random_checkpoint
-from helpers.continuous import TARGETS, begun, prompts, settings, soon
-from transformers.generation.continuous_batching import continuous_api
+from helpers.continuous import (
+    TARGETS,
+    begun,
+    keeps_sdpa,
+    needs_pause,
+    prompts,
+    settings,
+    soon,
+)
+from transformers.generation.continuous_batching import ContinuousBatchingManager, continuous_api
 
 from lora_backends import InvalidInputError, LoRABatch, UnsupportedInputError
 from lora_backends.errors import RequestFailedError
@@ -64,6 +72,7 @@ def test_equal_prompts_with_other_adapters_share_no_cache(model):
     assert answers[0] != answers[1]
 
 
+@keeps_sdpa
 def test_a_pass_of_another_thread_does_not_hide_what_modules_see(model):
     threads = []
 
@@ -100,11 +109,11 @@ def test_outputs_of_other_requests_stay_where_they_are(model):
         first, second = (requests.add_request([1, 2], adapter=a, streaming=True) for a in "ab")
         last = requests.add_request([3, 4], adapter="a", max_new_tokens=20)
         soon(requests.collect, [last])
-        for name, adapter in ((first, "a"), (second, "b")):
-            outputs = soon(list, requests.request_id_iter(name))
-            steps = [output.generated_tokens for output in outputs]
-            assert [len(tokens) for tokens in steps] == list(range(1, NEW + 1))
-            assert steps[-1] == alone(model, [1, 2], adapter)
+        outputs = [soon(list, requests.request_id_iter(name)) for name in (first, second)]
+    for found, adapter in zip(outputs, "ab", strict=True):
+        steps = [output.generated_tokens for output in found]
+        assert [len(tokens) for tokens in steps] == list(range(1, NEW + 1))
+        assert steps[-1] == alone(model, [1, 2], adapter)
 
 
 def test_an_output_that_will_not_come_is_not_waited_for(model):
@@ -169,11 +178,9 @@ def freed(requests):
 
 
 def test_cancelled_requests_free_adapters_and_outputs_while_nothing_runs(model):
-    with model.continuous_batching(continuous_batching_config=settings()) as requests:
-        with requests.pause():
-            names = [
-                requests.add_request([1, 2], None, 150, adapter=n, streaming=True) for n in "ab"
-            ]
+    requests = model.continuous_batching(continuous_batching_config=settings())
+    names = [requests.add_request([1, 2], None, 150, adapter=n, streaming=True) for n in "ab"]
+    with requests:
         for name in names:
             soon(next, requests.request_id_iter(name))
         for name in names:
@@ -203,11 +210,11 @@ def test_a_cancel_of_a_request_that_is_still_being_added_hurts_no_other(model, m
 
 
 def test_a_request_holds_its_adapter_until_it_has_ended(model, make_base):
-    with model.continuous_batching(continuous_batching_config=settings()) as requests:
-        with requests.pause():
-            name = requests.add_request([1, 2], adapter="a")
-            with pytest.raises(InvalidInputError, match="in use by a request"):
-                model.unload_adapter("a")
+    requests = model.continuous_batching(continuous_batching_config=settings())
+    name = requests.add_request([1, 2], adapter="a")
+    with pytest.raises(InvalidInputError, match="in use by a request"):
+        model.unload_adapter("a")
+    with requests:
         requests.collect([name])
         model.unload_adapter("a")
         cancelled = requests.add_request([1, 2], adapter="b", max_new_tokens=150)
@@ -249,6 +256,7 @@ def test_several_sequences_of_a_prompt_use_its_adapter(model):
     model.unload_adapter("a")  # nothing holds it any more
 
 
+@keeps_sdpa
 def test_a_pass_of_requests_leaves_the_configuration_to_other_threads(model):
     seen = []
 
@@ -310,6 +318,7 @@ def test_a_token_whose_logits_nobody_wants_gives_its_place_to_no_other(model):
         assert torch.equal(*results)
 
 
+@keeps_sdpa
 def test_another_thread_may_call_the_model_meanwhile(model):
     ids = torch.tensor([[5, 6, 7]])
     expected = model(adapters=["b"], input_ids=ids).logits
@@ -347,6 +356,7 @@ def test_a_model_with_an_attention_of_its_own_is_refused():
         MultiLoRAModel(base, "torch_ref").continuous_batching(continuous_batching_config=settings())
 
 
+@keeps_sdpa
 def test_a_class_whose_source_cannot_be_read_is_taken(model):
     """As of a notebook: Transformers then says that its attention cannot be set."""
     base = model.detach()
@@ -377,7 +387,7 @@ def test_a_model_that_leaves_the_cache_alone_is_refused(model, mask):
     """As StableLM does; masks fail by their sizes. OPT asks the cache for methods that it lacks."""
 
     def forget(module, args, kwargs):
-        if mask is None and kwargs["cache"] is not None:
+        if mask is None and kwargs.get("cache") is not None:
             kwargs["cache"].method_of_another_cache()
         kept = {name: value for name, value in kwargs.items() if name != "cache"}
         return args, kept if mask else {**kept, "attention_mask": None}
@@ -397,6 +407,13 @@ def test_a_transformers_without_continuous_batching_is_named(model, monkeypatch)
         model.continuous_batching()
 
 
+def test_a_transformers_without_a_pause_is_named(model, monkeypatch):
+    monkeypatch.delattr(ContinuousBatchingManager, "pause", raising=False)
+    requests = model.continuous_batching(continuous_batching_config=settings())
+    with pytest.raises(UnsupportedInputError, match="cannot pause .*\n.*transformers>=5.18"):
+        requests.pause().__enter__()
+
+
 def test_a_pass_that_fails_ends_only_the_request_that_fails_alone(model):
     """One request's tokens fail; those beside it run on, split prompts and streams among them."""
 
@@ -406,9 +423,10 @@ def test_a_pass_that_fails_ends_only_the_request_that_fails_alone(model):
 
     asked = [([1, 2, 3], "a"), ([4, 39], "b"), ([5] * 11, "b"), ([6], None)]
     model.base.model.embed_tokens.register_forward_pre_hook(fail)
-    with model.continuous_batching(continuous_batching_config=settings()) as requests:
-        with requests.pause():  # so that they share passes
-            names = [requests.add_request(ids, adapter=own) for ids, own in asked]
+    requests = model.continuous_batching(continuous_batching_config=settings())
+    # Added first, so that they share passes.
+    names = [requests.add_request(ids, adapter=own) for ids, own in asked]
+    with requests:
         with pytest.raises(RequestFailedError, match="RuntimeError: a token that fails"):
             soon(requests.collect, [names.pop(1)])
         del asked[1]
@@ -434,9 +452,8 @@ def test_a_pass_that_fails_repeats_what_copies_its_cache(model):
     )
     requests = model.continuous_batching(config, settings())
     model.base.model.layers[0].register_forward_pre_hook(fail)
+    names = requests.add_requests([[3, 4, 5], [6]], adapters=["a", "b"])
     with requests:
-        with requests.pause():
-            names = requests.add_requests([[3, 4, 5], [6]], adapters=["a", "b"])
         found = soon(requests.collect, names)
     expected = [alone(model, [3, 4, 5], "a", 4), alone(model, [6], "b", 4)]
     answers = [output.generated_tokens for output in found.values()]
@@ -500,6 +517,7 @@ def test_a_request_that_comes_after_the_end_of_the_thread_is_refused(model, monk
     assert requests.input_queue.empty()
 
 
+@needs_pause
 def test_a_cancel_that_came_too_late_does_not_end_the_next_request_of_its_id(model, monkeypatch):
     with model.continuous_batching(continuous_batching_config=settings()) as requests:
         requests.collect([requests.add_request([1, 2], "mine", adapter="a")])
@@ -540,11 +558,11 @@ def test_an_alora_acts_from_its_own_invocation_on(model, tokens):
     ]
     entries = ["c", "c", {"c": 1.0}, "c", "a", "c"]
     config = settings(max_batch_tokens=tokens)
-    with model.continuous_batching(continuous_batching_config=config) as requests:
-        with requests.pause():  # so that they share passes
-            names = requests.add_requests(inputs, adapters=entries)
-            with pytest.raises(UnsupportedInputError, match="part of a blend"):
-                requests.add_request([7, 8], adapter={"c": 0.5, "a": 0.5})
+    requests = model.continuous_batching(continuous_batching_config=config)
+    names = requests.add_requests(inputs, adapters=entries)  # first: they share passes
+    with pytest.raises(UnsupportedInputError, match="part of a blend"):
+        requests.add_request([7, 8], adapter={"c": 0.5, "a": 0.5})
+    with requests:
         found = soon(requests.collect, names)
     answers = [output.generated_tokens for output in found.values()]
     assert answers == [alone(model, *pair) for pair in zip(inputs, entries, strict=True)]
@@ -571,7 +589,8 @@ def test_a_wrong_request_is_refused_and_hurts_no_other(model):
                 requests.add_request(**arguments)
         with pytest.raises(InvalidInputError, match="adapters is 3 for 1 prompts"):
             requests.add_requests([[1]], adapters=3)
-        assert requests.collect([name])[name].generated_tokens == alone(model, [1, 2, 3], "a")
+        answer = requests.collect([name])[name].generated_tokens
+    assert answer == alone(model, [1, 2, 3], "a")
     with pytest.raises(InvalidInputError, match="has stopped"):
         requests.add_request([1])
 

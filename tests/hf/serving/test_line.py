@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from helpers.adapters.deltas import random_checkpoint
-from helpers.continuous import begun, settings, soon
+from helpers.continuous import begun, needs_pause, settings, soon
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from lora_backends import InvalidInputError, UnsupportedInputError
@@ -58,6 +58,7 @@ def waiting(requests, name, adapter):
     return added
 
 
+@needs_pause
 def test_a_request_that_waits_may_be_cancelled_and_ends_with_the_manager(model):
     with model.continuous_batching(continuous_batching_config=settings()) as requests:
         with requests.pause():
@@ -79,11 +80,11 @@ def test_a_request_that_waits_may_be_cancelled_and_ends_with_the_manager(model):
 
 def test_a_blend_of_more_adapters_than_slots_does_not_wait(model):
     with model.continuous_batching(continuous_batching_config=settings()) as requests:
-        with requests.pause():
-            requests.add_request([1, 2], adapter="a")
-            blend = dict.fromkeys("abc", 0.5)
-            with pytest.raises(InvalidInputError, match="no slot"):
-                soon(lambda: requests.add_request([1, 2], adapter=blend))
+        requests.add_request([1, 2], adapter="a", max_new_tokens=150)
+        blend = dict.fromkeys("abc", 0.5)
+        with pytest.raises(InvalidInputError, match="no slot"):
+            soon(lambda: requests.add_request([1, 2], adapter=blend))
+        requests.stop(hard_stop=True)
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled"])
@@ -100,10 +101,11 @@ def test_a_request_that_was_put_back_runs_when_the_one_before_it_ends_early(mode
 
     ended, long = [], {"max_new_tokens": 24}
     config = settings(num_blocks=6, max_batch_tokens=32)
-    with model.continuous_batching(continuous_batching_config=config) as requests:
-        model.base.model.embed_tokens.register_forward_pre_hook(end_the_first)
-        with requests.pause():  # so that they share passes
-            names = requests.add_requests([[3] * 16, [4] * 16], adapters=["a", "b"], **long)
+    requests = model.continuous_batching(continuous_batching_config=config)
+    model.base.model.embed_tokens.register_forward_pre_hook(end_the_first)
+    # Added first, so that they share passes.
+    names = requests.add_requests([[3] * 16, [4] * 16], adapters=["a", "b"], **long)
+    with requests:
         if end == "failed":
             with pytest.raises(RequestFailedError, match="once"):
                 soon(requests.collect, names[:1])
@@ -125,24 +127,24 @@ def test_a_handler_that_fails_takes_no_output_of_others(model):
     def keep(output):
         answers[output.request_id] = output.generated_tokens, threading.get_ident()
 
-    with model.continuous_batching(continuous_batching_config=settings()) as requests:
-        closed.run_until_complete(register(requests, "closed", keep))
-        closed.close()
-        loops = [asyncio.new_event_loop() for _ in range(2)]
-        threads = [threading.Thread(target=loop.run_forever) for loop in loops]
-        for loop, thread in zip(loops, threads, strict=True):
-            loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
-            thread.start()
-        for name, callback, loop in (
-            ("raises", fail, loops[0]),
-            ("first", keep, loops[0]),
-            ("second", keep, loops[1]),
-        ):
-            asyncio.run_coroutine_threadsafe(register(requests, name, callback), loop).result()
-        with requests.pause():  # so that all end in one pass
-            for name in ("raises", "closed", "first", "second", "none"):
-                requests.add_request([1, 2], name, 3, adapter="a")
-        expected = alone(model, [1, 2], "a", 3)
+    expected = alone(model, [1, 2], "a", 3)
+    requests = model.continuous_batching(continuous_batching_config=settings())
+    closed.run_until_complete(register(requests, "closed", keep))
+    closed.close()
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    threads = [threading.Thread(target=loop.run_forever) for loop in loops]
+    for loop, thread in zip(loops, threads, strict=True):
+        loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+        thread.start()
+    for name, callback, loop in (
+        ("raises", fail, loops[0]),
+        ("first", keep, loops[0]),
+        ("second", keep, loops[1]),
+    ):
+        asyncio.run_coroutine_threadsafe(register(requests, name, callback), loop).result()
+    for name in ("raises", "closed", "first", "second", "none"):  # all end in one pass
+        requests.add_request([1, 2], name, 3, adapter="a")
+    with requests:
         queued = soon(requests.collect, ["closed", "none"])
         assert [output.generated_tokens for output in queued.values()] == [expected] * 2
         deadline = time.monotonic() + 30
@@ -210,6 +212,7 @@ def test_an_eager_attention_with_a_cap_is_refused():
     assert model.base.config._attn_implementation == "eager"
 
 
+@needs_pause
 def test_a_thread_in_its_own_pause_does_not_wait_behind_others(model):
     with model.continuous_batching(continuous_batching_config=settings()) as requests:
         with requests.pause():
