@@ -6,25 +6,28 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-needs_pause = pytest.mark.skipif(
-    not hasattr(ContinuousBatchingManager, "pause"), reason="needs transformers>=5.18: pause"
-)
-keeps_sdpa = pytest.mark.skipif(
-    "auto_switch_to_flash" not in FIELDS,
-    reason="needs transformers>=5.19: others replace SDPA while a manager runs",
-)
+
+def needs(version, reason):
+    """Return the mark of a test that an older Transformers cannot pass."""
+    is_older = Version(transformers.__version__) < Version(version)
+    return pytest.mark.skipif(is_older, reason=f"needs transformers>={version}: {reason}")
+
+
+needs_pause = needs("5.18", "a pause")
+keeps_sdpa = needs("5.19", "SDPA stays in place while a manager runs")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head")
 
 
 def settings(**changes):
     """Return a small cache, so that a test neither waits nor needs memory."""
     sizes = {"num_blocks": 24, "max_batch_tokens": 7, **changes}
-    sizes["page_size" if "page_size" in FIELDS else "block_size"] = 8  # the name in older versions
-    if "auto_switch_to_flash" in FIELDS:
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    sizes["page_size" if "page_size" in known else "block_size"] = 8  # the name in older versions
+    if "auto_switch_to_flash" in known:
         sizes["auto_switch_to_flash"] = False
     return ContinuousBatchingConfig(**sizes)
 

@@ -1,6 +1,7 @@
 """The server of the examples, over HTTP and by the `openai` client."""
 
 import asyncio
+import copy
 import http.client
 import importlib
 import json
@@ -60,11 +61,16 @@ class Served:
             module = importlib.import_module("serve")
         finally:
             sys.path.remove(str(FOLDER))
+        # Of its own: while requests run, an older Transformers lets no other call run.
+        self.reference = MultiLoRAModel(
+            copy.deepcopy(base), "torch_ref", max_adapters=len(NAMES), max_rank=4
+        )
         self.model = MultiLoRAModel(base, "torch_ref", max_adapters=4, max_rank=4)
         self.model.keep_adapters(folder=folder)
         for seed, name in enumerate(NAMES):
             checkpoint = random_checkpoint(base, ["q_proj", "down_proj"], seed=seed)
-            self.model.add_adapter(name, checkpoint)
+            for model in (self.model, self.reference):
+                model.add_adapter(name, checkpoint)
         self.requests = module.begin(self.model, settings(num_blocks=60, max_batch_tokens=64))
         self.requests.start()
         self.words = Words()
@@ -105,7 +111,7 @@ class Served:
     def alone(self, prompt, adapter, new=16):
         ids = torch.tensor([[int(word) for word in prompt.split()]])
         adapters = [None if adapter == "base" else adapter]
-        tokens = self.model.generate(adapters=adapters, input_ids=ids, max_new_tokens=new)
+        tokens = self.reference.generate(adapters=adapters, input_ids=ids, max_new_tokens=new)
         return " ".join(map(str, tokens[0, ids.shape[1] :].tolist()))
 
     def client(self, kind=openai.OpenAI):
