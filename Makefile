@@ -61,9 +61,10 @@ docs: $(STAMP)  ## write what the pages quote anew, and build them into site/
 
 # The oldest versions that pyproject.toml allows, in an environment of their own (some gigabytes: an
 # old torch comes with CUDA), for Python 3.11 or 3.12. A part of the tests: each dependency is used,
-# each engine runs.
+# each engine runs. Continuous batching needs a later Transformers than the rest, which lies beside it.
 FLOORS := .venv-floors
 FLOORS_STAMP := $(FLOORS)/.installed
+FLOORS_BATCHING := $(FLOORS)/transformers-5.17.0
 FLOORS_PYTEST := OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(FLOORS)/bin/python -m pytest -q
 FLOORS_TESTS := $(addprefix tests/interface/test_,batch.py weights.py backend.py torch_ref.py compiled.py) \
 	$(addprefix tests/command/test_,config.py registry.py explain.py) \
@@ -75,10 +76,14 @@ $(FLOORS_STAMP): pyproject.toml tools/floors.py
 	@$(PYTHON) tools/floors.py > $(FLOORS)/constraints.txt
 	@$(FLOORS)/bin/python -m pip install -qq --upgrade pip
 	@$(FLOORS)/bin/python -m pip install -qq -c $(FLOORS)/constraints.txt -e '.[hf,test]'
+	@rm -rf $(FLOORS_BATCHING) && $(FLOORS)/bin/python -m pip install -qq --no-deps \
+		--target $(FLOORS_BATCHING) transformers==5.17.0 tokenizers==0.23.1 safetensors==0.8.0
 	@touch $@
 
 test-floors: $(FLOORS_STAMP)  ## a part of the tests with the oldest versions that are allowed
 	@$(FLOORS_PYTEST) -m "not slow and not sweep" $(FLOORS_TESTS)
+	@PYTHONPATH=$(FLOORS_BATCHING) $(FLOORS_PYTEST) -m "not slow and not sweep" \
+		$(addprefix tests/hf/serving/test_,continuous.py line.py generation_words.py)
 	@$(FLOORS_PYTEST) tests/command/test_cli.py -k "help or version or list"
 	@TRITON_INTERPRET=1 $(FLOORS_PYTEST) tests/interface/test_regressions.py
 	@$(FLOORS_PYTEST) "tests/sgmv/test_compile.py::test_every_launched_kernel_compiles[cuda:90]"

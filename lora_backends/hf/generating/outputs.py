@@ -9,6 +9,9 @@ from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
+if not hasattr(OutputRouter, "fail_and_deliver"):
+    raise ImportError("requests that fail alone need OutputRouter.fail_and_deliver, new in 5.17")
+
 LOOK_S = 0.01
 """Seconds between polls of the output queue: a new output wakes one waiting thread, which may be
 that of another request."""

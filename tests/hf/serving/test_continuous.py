@@ -407,6 +407,14 @@ def test_a_transformers_without_continuous_batching_is_named(model, monkeypatch)
         model.continuous_batching()
 
 
+def test_a_transformers_whose_requests_all_fail_together_is_named(model, monkeypatch):
+    monkeypatch.delattr(continuous_api.OutputRouter, "fail_and_deliver")
+    for name in ("continuous", "outputs"):
+        monkeypatch.delitem(sys.modules, f"lora_backends.hf.generating.{name}", raising=False)
+    with pytest.raises(UnsupportedInputError, match="this version .*fail_and_deliver"):
+        model.continuous_batching()
+
+
 def test_a_transformers_without_a_pause_is_named(model, monkeypatch):
     monkeypatch.delattr(ContinuousBatchingManager, "pause", raising=False)
     requests = model.continuous_batching(continuous_batching_config=settings())
