@@ -251,6 +251,8 @@ class MultiLoRAPipeline:
                     if part == self._family.denoiser:
                         rows = [row for row in rows for _ in range(images)]
                     calls[component.wrapped.key] = component.call(rows, slots)
+            # the calls refer to each other: unless cleared, their inputs wait for gc
+            stack.callback(calls.clear)
             stack.enter_context(running(PipelineCall(calls)))
             yield
 

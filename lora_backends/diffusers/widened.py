@@ -6,8 +6,8 @@ h [tokens, rank] is the output of `run_lora_a`, and c_i the scaling of adapter i
 have it, else 0. A denoiser has tens of thousands of rows and few inputs. There, adding LoRA to y
 reads and writes y once more, which may take as long as the base product. The widened product writes
 y once, but it copies x and W, and also multiplies the zeros. Both operands are made for each
-product: to keep the right one for the next step would gain 1% at most, and miss changes of W. An
-engine's `widened_operands` makes them where it can; otherwise torch does.
+product: to keep the right one for the next step would gain little, and miss changes of W. They are
+made by an engine's `widened_operands`, or by torch for an engine without it.
 
 In a layer of several slices, such as queries, keys and values, h and B_i have columns for each
 slice. In B_i these are zero outside the slice's rows.
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from lora_backends.adapters import AdapterPool
@@ -102,11 +103,13 @@ class WidenedProducts:
             and _is_plain(x, weights, weight, bias)
         ):
             return None
-        flat, wide = as_rows(x), None
-        if self._operands is not None:
-            wide = self._operands(flat, weight, weights, plan, self._slots, rank)
-        if wide is None:
+        flat = as_rows(x)
+        if self._operands is None:
             wide = self._by_torch(flat, weight, weights, plan, rank)
+        else:
+            wide = self._operands(flat, weight, weights, plan, self._slots, rank)
+        if wide is None:  # torch would take longer to make them than the engine to add
+            return None
         return functional.linear(wide[0], wide[1], bias).view(*x.shape[:-1], out_features)
 
     def _by_torch(
@@ -155,6 +158,8 @@ def _is_plain(x: Tensor, weights: LoRAWeights, weight: Tensor, bias: Tensor | No
         all(term is None for term in terms)
         and all(tensor is None or type(tensor) in _PLAIN for tensor in (x, weight, bias))
         and x.dtype == weight.dtype
+        and not (x.is_neg() or weight.is_neg())  # kernels would read the values without the sign
+        and forward_ad._current_level < 0
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
     )

@@ -1,12 +1,15 @@
 """Layers with their LoRA as one widened product equal the base product with LoRA added to it."""
 
 import doctest
+import gc
+import weakref
 from itertools import product as each_of
 
 import pytest
 import torch
 from helpers.diffusion.diffusion_loras import BOUND, ENTRIES, PROMPTS, RANK, tensors_of
 from helpers.diffusion.tiny_pipelines import PIPELINES, run
+from torch.autograd import forward_ad
 
 from lora_backends import NO_ADAPTER, LoRABatch, LoRAWeights, get_backend
 from lora_backends.diffusers import MultiLoRAPipeline, calls, component, widened
@@ -50,6 +53,31 @@ def test_a_widened_product_is_the_layer_with_lora(always, ranks):
         assert y is None
     else:
         torch.testing.assert_close(y[0], expected)
+
+
+def test_tangents_and_lazy_negations_are_left_to_the_guards(always):
+    """Kernels would drop the one, and read the values of the other without their sign."""
+    weights, engine = layer((3, 11, 5)), get_backend("torch_ref", device="cpu")
+    plan = engine.prepare_batch(LoRABatch(SLOTS, 3))
+    x, w = torch.randn(7, 6), torch.randn(10, 6)
+    products = widened.WidenedProducts(engine, [2, 0, 1], {id(weights): 11})
+    with torch.no_grad():
+        assert products.run(x, weights, plan, w, None) is not None
+        assert products.run(torch._neg_view(x), weights, plan, w, None) is None
+        assert products.run(x, weights, plan, torch._neg_view(w), None) is None
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            assert products.run(dual, weights, plan, w, None) is None
+
+
+def test_lora_is_added_where_an_engine_cannot_make_the_operands(always):
+    weights, engine = layer((3, 11, 5)), TorchRefBackend("cpu")
+    engine.widened_operands = lambda *given: None
+    plan = engine.prepare_batch(LoRABatch(SLOTS, 3))
+    products = widened.WidenedProducts(engine, [2, 0, 1], {id(weights): 11})
+    with torch.no_grad():
+        given = torch.randn(7, 6), weights, plan, torch.randn(10, 6), None
+        assert products.run(*given) is None
 
 
 def test_slices_of_a_layer_have_columns_of_their_own(always):
@@ -140,6 +168,29 @@ def test_joined_self_attention_is_widened(widths, monkeypatch, name):
         images.append(run(pipe, PROMPTS, call=model, adapters=["anime", None, "ink"]))
     assert joined and joined <= set(widths) and None not in widths
     torch.testing.assert_close(*images, rtol=0, atol=BOUND * float(images[0].abs().max()))
+
+
+def test_a_call_is_freed_with_its_inputs(widths, monkeypatch):
+    pipe = PIPELINES["SDXL"]()
+    model = MultiLoRAPipeline(pipe, backend="torch_ref")
+    model.load_adapter("anime", tensors_of(pipe, ["unet"], 0))
+    made, inputs, make = [], [], calls.ComponentCall.__init__
+
+    def noted(call, *given):
+        made.append(weakref.ref(call))
+        make(call, *given)
+
+    monkeypatch.setattr(calls.ComponentCall, "__init__", noted)
+    pipe.unet.register_forward_pre_hook(
+        lambda _, args, kwargs: inputs.append(weakref.ref(kwargs["encoder_hidden_states"])),
+        with_kwargs=True,
+    )
+    gc.disable()  # it may be long until it runs
+    try:
+        run(pipe, PROMPTS, call=model, adapters=["anime", None, None])
+        assert made and [found() for found in (*made, inputs[-1])] == [None] * (len(made) + 1)
+    finally:
+        gc.enable()
 
 
 def test_a_scaling_does_not_take_h_out_of_the_range_of_float16(widths, monkeypatch):
