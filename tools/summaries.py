@@ -89,9 +89,10 @@ def vllm_steps() -> str:
 
 
 def vllm_models() -> str:
-    """Return the same for other models: an FP8 base and mixtures of experts."""
+    """Return the same for an FP8 base, two GPUs and mixtures of experts."""
     results = {
         "FP8 8B": "vllm_step_gpu_fp8",
+        "8B on two GPUs": "vllm_step_gpu_sharded",
         "Qwen3": "vllm_step_gpu_experts",
         "Mixtral": "vllm_step_gpu_mixtral",
     }
