@@ -76,11 +76,13 @@ $(FLOORS_STAMP): pyproject.toml tools/floors.py
 	@$(PYTHON) tools/floors.py > $(FLOORS)/constraints.txt
 	@$(FLOORS)/bin/python -m pip install -qq --upgrade pip
 	@$(FLOORS)/bin/python -m pip install -qq -c $(FLOORS)/constraints.txt -e '.[hf,test]'
-	@rm -rf $(FLOORS_BATCHING) && $(FLOORS)/bin/python -m pip install -qq --no-deps \
-		--target $(FLOORS_BATCHING) transformers==5.17.0 tokenizers==0.23.1 safetensors==0.8.0
 	@touch $@
 
-test-floors: $(FLOORS_STAMP)  ## a part of the tests with the oldest versions that are allowed
+$(FLOORS_BATCHING): $(FLOORS_STAMP)
+	@rm -rf $@ && $(FLOORS)/bin/python -m pip install -qq --no-deps --target $@ \
+		transformers==5.17.0 tokenizers==0.23.1 safetensors==0.8.0
+
+test-floors: $(FLOORS_BATCHING)  ## a part of the tests with the oldest versions that are allowed
 	@$(FLOORS_PYTEST) -m "not slow and not sweep" $(FLOORS_TESTS)
 	@PYTHONPATH=$(FLOORS_BATCHING) $(FLOORS_PYTEST) -m "not slow and not sweep" \
 		$(addprefix tests/hf/serving/test_,continuous.py line.py generation_words.py)

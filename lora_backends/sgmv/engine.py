@@ -503,7 +503,7 @@ class SgmvBackend(LoRABackend):
         # adapter per token, which other kernels compute
         if self.batch_invariant:
             return None
-        # With two adapters one pass takes about 1.6 times one adapter's time in decode, and 1.2
+        # With two adapters one pass takes about 1.5 times one adapter's time in decode, and 1.1
         # times in prefill, on an H200. A pass for each takes 2.0 times and rounds y twice; into a
         # float32 copy of y it takes 4.5 times.
         blend = new_blend(batch, capacity, self.device) if out is None else out

@@ -400,8 +400,8 @@ def test_like_tokens_get_the_sum_of_their_adapters(device, how, tokens, rank, dt
 
 
 @pytest.mark.parametrize("n, dtype", [(2, torch.bfloat16), (3, torch.bfloat16), (4, torch.float16)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_one_token_gets_the_sum_of_its_adapters(device, n, dtype, biased, monkeypatch):
+@pytest.mark.parametrize("biased, apart", [(False, False), (True, False), (True, True)])
+def test_one_token_gets_the_sum_of_its_adapters(device, n, dtype, biased, apart, monkeypatch):
     backend, slots, inputs, rank = make_engine("triton", device), 6, 2048, 16
     ranks = torch.tensor([rank, 5, 0, rank, 1, rank])
     weights = LoRAWeights(
@@ -414,6 +414,10 @@ def test_one_token_gets_the_sum_of_its_adapters(device, n, dtype, biased, monkey
     )
     weights.scalings[2, 0] = torch.nan  # of rank 0
     weights.lora_b[1, :48, 5:] = torch.nan  # beyond the rank
+    if apart:  # a tensor per slice
+        a = tuple(each.contiguous() for each in weights.lora_a.unbind(1))
+        b = tuple(each.contiguous() for each in weights.lora_b.split([48, 40], 1))
+        weights = replace(weights, lora_a=a, lora_b=b)
     launched, launch = [], SpecializedKernel.launch
 
     def record(kernel, *arguments):

@@ -21,7 +21,7 @@ EAGER_ARGUMENTS = frozenset(
 """Arguments of an `eager_attention_forward` that the paged attention can replace. It reads sinks
 from the module and needs no dropout."""
 
-_WITHOUT_PAGES = (RuntimeError, AttributeError, TypeError, KeyError, ValueError)
+_WITHOUT_PAGES = (RuntimeError, AttributeError, TypeError, KeyError)
 """Errors of a first pass whose attention was written for another cache."""
 
 
@@ -102,7 +102,8 @@ class PagedModel:
         except Exception as error:
             # Masks have the sizes of the cache, which lacks methods and arguments of others.
             # Subclasses of RuntimeError are other failures, e.g. of memory.
-            if self._reads_cache or type(error) not in _WITHOUT_PAGES:
+            lacks_pages = type(error) in _WITHOUT_PAGES or _is_of_attention(error)
+            if self._reads_cache or not lacks_pages:
                 raise
             raise no_paged_attention(base, f"\n  the pass ended with: {told(error)}") from error
         finally:
@@ -110,6 +111,15 @@ class PagedModel:
         if not self._reads_cache:
             raise no_paged_attention(base)
         return output
+
+
+def _is_of_attention(error: Exception) -> bool:
+    """Return whether it is the ValueError of Transformers' SDPA, which some versions raise."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    module = "" if last is None else str(last.tb_frame.f_globals.get("__name__"))
+    return type(error) is ValueError and module.startswith("transformers.integrations.")
 
 
 def check_model(base: Any) -> None:

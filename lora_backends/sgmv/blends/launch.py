@@ -91,10 +91,10 @@ class BlendShape(NamedTuple):
 How = Literal["tma", "row", "rows", "together", "entries", "each"]
 """How the expand multiplies.
 
-For like tokens: "tma": loads of B by TMA; "rows": without a matrix product; "row": so for one
-token, h of all entries loaded at once; "together": several entries in one product. For all:
-"entries": a product for each entry, h of all pairs in registers; "each": h is loaded for each
-product.
+For like tokens: "tma": loads of B by TMA; "rows": without a matrix product; "row": the same for a
+single token, with one load for h of all its entries; "together": several entries in one product.
+For all: "entries": a product for each entry, h of all pairs in registers; "each": h is loaded for
+each product.
 """
 
 
@@ -248,7 +248,8 @@ def choose_blend_tiles(
         shrink = choose_sizes(shape.pairs, layer, storage, options, "linear")[0]
     else:
         shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
-    if expand.num_stages == 0 and batch.active_slots == 1 and rank_pad == MIN_DOT and shape.pairs:
+    few = rank_pad == MIN_DOT and rank <= 2 * MAX_BLOCK_R
+    if expand.num_stages == 0 and batch.active_slots == 1 and few and shape.pairs:
         # the entries' pairs are as alone as the token, so their shrink is that of one adapter
         one = replace(shape.pairs, num_tokens=1, active_slots=1)
         shrink = choose_sizes(one, layer, storage, options, "linear")[0]

@@ -401,6 +401,28 @@ def test_a_model_that_leaves_the_cache_alone_is_refused(model, mask):
         requests.collect(requests.add_requests(prompts(3), adapters=["a", None, "b"]))
 
 
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("transformers.integrations.sdpa_paged", "has an attention of its own"),
+        ("notebook", "failed: ValueError: the hook refuses"),
+    ],
+)
+def test_only_the_value_error_of_an_attention_is_taken_for_one_without_pages(
+    model, module, message
+):
+    code = "def refuse(module, args, kwargs):\n    if kwargs.get('cache') is not None:\n"
+    exec(code + "        raise ValueError('the hook refuses')", found := {"__name__": module})
+    attention = model.base.model.layers[0].self_attn
+    attention.register_forward_pre_hook(found["refuse"], with_kwargs=True)
+    with (
+        model.continuous_batching(continuous_batching_config=settings()) as requests,
+        pytest.raises(RuntimeError) as raised,
+    ):
+        requests.collect(requests.add_requests(prompts(3), adapters=["a", None, "b"]))
+    assert raised.match(message)
+
+
 def test_a_transformers_without_continuous_batching_is_named(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "lora_backends.hf.generating.continuous", None)
     with pytest.raises(UnsupportedInputError, match="this version of Transformers"):
