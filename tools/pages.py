@@ -59,6 +59,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "peft-variants": sweep_blocks.variants,
     "peft-bases": sweep_blocks.bases,
     "pipelines": sweep_blocks.pipelines,
+    "encoders": sweep_blocks.encoders,
 }
 
 

@@ -7,11 +7,13 @@ optimum-quanto, hqq and compressed-tensors. The file keeps the rows of those tha
     python tools/sweep.py
     python tools/sweep.py bases layers   # these kinds alone: the file keeps the others
     python tools/sweep.py pipelines      # of diffusers, which have a file of their own
+    python tools/sweep.py encoders       # of sentence-transformers, likewise
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +36,13 @@ PIPELINES_METHOD = (
     "adapter, none, and a blend of two, of all linear layers and convolutions. worst: the largest "
     "difference from diffusers' load_lora_weights and set_adapters for that image alone, relative "
     "to its largest value; effect: the least difference that adapters make, in the same way."
+)
+ENCODERS_RESULT = RESULT.with_name("encoders_sweep.json")
+ENCODERS_METHOD = (
+    "Nine texts in one call of a small random encoder, float32, with one of two adapters or none. "
+    "worst: the largest difference from PEFT with that adapter alone, relative to the text's "
+    "largest value where that is over 1; effect: the least difference from another adapter's "
+    "result, in the same way."
 )
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -74,12 +83,31 @@ def pipelines() -> None:
         sys.exit("not equal")
 
 
+def encoders() -> None:
+    """Compare encoders with PEFT, print each case and write their result file."""
+    from helpers.tiny_encoders import KINDS, TOLERANCE, compared, save
+
+    found = new_result(ENCODERS_METHOD, bound=TOLERANCE)
+    found["versions"] |= versions("sentence-transformers")
+    with tempfile.TemporaryDirectory() as folder:
+        saved = save(Path(folder))
+        for name, kind in KINDS.items():
+            worst, effect = compared(name, saved)
+            found["rows"].append({"name": kind, "worst": worst, "effect": effect})
+            print(found["rows"][-1], flush=True)
+    found["summary"] = {"worst": max(row["worst"] for row in found["rows"])}
+    write_result(ENCODERS_RESULT, found)
+    if found["summary"]["worst"] > TOLERANCE:
+        sys.exit("not equal")
+
+
 def main() -> None:
     """Run the sweep, print each case and write the result file."""
-    if sys.argv[1:] in ([], ["pipelines"]):
-        pipelines()
-        if sys.argv[1:]:
-            return
+    for name, run in (("pipelines", pipelines), ("encoders", encoders)):
+        if sys.argv[1:] in ([], [name]):
+            run()
+    if sys.argv[1:] in (["pipelines"], ["encoders"]):
+        return
     import transformers
     from helpers.sweeps import sweep, sweep_bases, sweep_variants
 

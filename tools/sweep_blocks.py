@@ -56,6 +56,17 @@ def pipelines() -> str:
     )
 
 
+def encoders() -> str:
+    """Return the kinds of encoders that were compared with PEFT."""
+    found = read_result(RESULT.with_name("encoders_sweep.json"))
+    names = "; ".join(row["name"] for row in found["rows"])
+    return (
+        f"**Equal to PEFT, text by text:** {names}. Worst difference: "
+        f"{found['summary']['worst']:.1e} (sentence-transformers "
+        f"{found['versions']['sentence-transformers']})."
+    )
+
+
 def _listed(found: Mapping[str, Any], *kinds: str) -> str:
     cases = {row["name"]: row for row in found["rows"] if row["kind"] in kinds}
     equal = [name for name, case in cases.items() if "worst" in case and not case.get("split")]

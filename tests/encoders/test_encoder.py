@@ -2,90 +2,34 @@
 
 import copy
 import pickle
-import warnings
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
-from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
+from helpers.tiny_encoders import (
+    ADAPTERS,
+    BLEND,
+    KINDS,
+    TEXTS,
+    TOLERANCE,
+    by_peft,
+    compared,
+    dense,
+    embedder,
+    made,
+    save,
+)
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 from lora_backends import InvalidInputError, UnsupportedInputError
 from lora_backends.sentence_transformers import MultiLoRAEncoder
 
-WORDS = "the a cat dog sat ran on mat fast slow big small red blue sky sea tree".split()
-TEXTS = [" ".join(WORDS[i % 5 : i % 5 + 1 + (7 * i) % 11]) for i in range(9)]
-ADAPTERS = ["law", None, "news", "law", "news", None, "news", "law", "law"]
-BLEND = {"law": 0.5, "news": -1.5}
-SIZES = {
-    "vocab_size": 5 + len(WORDS), "hidden_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64,
-}  # fmt: skip
-TOLERANCE = 2e-5  # of the largest value, float32
-BASES = {
-    "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
-    "qwen3": lambda: transformers.Qwen3Model(
-        transformers.Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8, pad_token_id=0)
-    ),
-    "norms": lambda: BASES["qwen3"](),
-    "masked": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
-    "classifier": lambda: transformers.BertForSequenceClassification(
-        transformers.BertConfig(**SIZES, num_labels=1)
-    ),
-}
-TARGETS = {"qwen3": ["q_proj", "o_proj", "up_proj"], "norms": ["q_proj"]}
-SAVED = {  # modules of an adapter's own
-    "classifier": {"modules_to_save": ["classifier"], "task_type": "SEQ_CLS"},
-    "norms": {"modules_to_save": ["norm"]},
-}
-OTHERS = ["query", "value", "output.dense"]
-
-
-def peft_of(base, name, i):
-    targets = TARGETS.get(name, OTHERS)
-    config = peft.LoraConfig(r=2 + 2 * i, target_modules=targets, **SAVED.get(name, {}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = peft.get_peft_model(base, config)
-    generator = torch.Generator().manual_seed(i)
-    for path, parameter in model.named_parameters():
-        if "lora_" in path or "modules_to_save" in path:
-            parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-    return model
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Save each base model with its tokenizer and adapters; return the folders by name."""
-    root, found = tmp_path_factory.mktemp("encoders"), {}
-    vocabulary = root / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
-    tokenizer = transformers.BertTokenizerFast(vocab_file=str(vocabulary))
-    for name, make in BASES.items():
-        torch.manual_seed(3)
-        make().save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-        for i, adapter in enumerate(["law", "news"]):
-            torch.manual_seed(3)
-            peft_of(make(), name, i).save_pretrained(root / f"{name}-{adapter}")
-        found[name] = root / name
-    return found
-
-
-def embedder(folder):
-    return SentenceTransformer(
-        modules=[Transformer(str(folder)), Pooling(16, pooling_mode="mean")], device="cpu",
-        prompts={"query": "the red cat"},
-    )  # fmt: skip
-
-
-def made(name, saved):
-    folder = str(saved[name])
-    if name == "classifier":
-        return CrossEncoder(folder, device="cpu")
-    return SparseEncoder(folder, device="cpu") if name == "masked" else embedder(folder)
+    return save(tmp_path_factory.mktemp("encoders"))
 
 
 @pytest.fixture
@@ -112,21 +56,10 @@ def alone(saved):
 
     def run(name, adapter, call):
         if (name, adapter) not in encoders:
-            encoder = made(name, saved)
-            if adapter is not None:
-                path = f"{saved[name]}-{adapter}"
-                tuned = peft.PeftModel.from_pretrained(encoder[0].model, path)
-                if name == "classifier":
-                    encoder[0].model = tuned.base_model.model
-            encoders[name, adapter] = encoder
+            encoders[name, adapter] = by_peft(name, saved, adapter)
         return call(encoders[name, adapter])
 
     return run
-
-
-def dense(values):
-    values = [v.to_dense() if getattr(v, "is_sparse", False) else v for v in values]
-    return np.stack([np.asarray(v) for v in values])
 
 
 def check(found, name, call, alone, adapters=ADAPTERS):
@@ -137,6 +70,12 @@ def check(found, name, call, alone, adapters=ADAPTERS):
         assert abs(found[row] - wanted[row]).max() <= bound, (row, adapter)
         for other in {"law", "news", None} - {adapter}:
             assert abs(found[row] - dense(alone(name, other, call))[row]).max() > 4 * bound
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_sweep_compares_every_kind(name, saved):
+    worst, effect = compared(name, saved)
+    assert worst <= TOLERANCE < 4 * TOLERANCE < effect
 
 
 @pytest.mark.parametrize("batch_size", [2, 32])

@@ -1,0 +1,136 @@
+"""Tiny encoders of sentence-transformers, their adapters, and each by PEFT alone."""
+
+import warnings
+
+import numpy as np
+import peft
+import torch
+import transformers
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+from lora_backends.sentence_transformers import MultiLoRAEncoder
+
+WORDS = "the a cat dog sat ran on mat fast slow big small red blue sky sea tree".split()
+TEXTS = [" ".join(WORDS[i % 5 : i % 5 + 1 + (7 * i) % 11]) for i in range(9)]
+ADAPTERS = ["law", None, "news", "law", "news", None, "news", "law", "law"]
+BLEND = {"law": 0.5, "news": -1.5}
+SIZES = {
+    "vocab_size": 5 + len(WORDS), "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64,
+}  # fmt: skip
+TOLERANCE = 2e-5  # of the largest value, float32
+BASES = {
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
+    "qwen3": lambda: transformers.Qwen3Model(
+        transformers.Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8, pad_token_id=0)
+    ),
+    "norms": lambda: BASES["qwen3"](),
+    "masked": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    "classifier": lambda: transformers.BertForSequenceClassification(
+        transformers.BertConfig(**SIZES, num_labels=1)
+    ),
+}
+KINDS = {
+    "bert": "SentenceTransformer: Bert",
+    "qwen3": "SentenceTransformer: Qwen3-Embedding",
+    "norms": "SentenceTransformer: own norms",
+    "masked": "SparseEncoder: Bert",
+    "classifier": "CrossEncoder: Bert, own head",
+}
+"""What each base is, as the support table names it."""
+
+TARGETS = {"qwen3": ["q_proj", "o_proj", "up_proj"], "norms": ["q_proj"]}
+SAVED = {  # modules of an adapter's own
+    "classifier": {"modules_to_save": ["classifier"], "task_type": "SEQ_CLS"},
+    "norms": {"modules_to_save": ["norm"]},
+}
+OTHERS = ["query", "value", "output.dense"]
+
+
+def peft_of(base, name, i):
+    targets = TARGETS.get(name, OTHERS)
+    config = peft.LoraConfig(r=2 + 2 * i, target_modules=targets, **SAVED.get(name, {}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(i)
+    for path, parameter in model.named_parameters():
+        if "lora_" in path or "modules_to_save" in path:
+            parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def save(root):
+    """Save each base model with its tokenizer and adapters; return the folders by name."""
+    found, vocabulary = {}, root / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    tokenizer = transformers.BertTokenizerFast(vocab_file=str(vocabulary))
+    for name, make in BASES.items():
+        torch.manual_seed(3)
+        make().save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+        for i, adapter in enumerate(["law", "news"]):
+            torch.manual_seed(3)
+            peft_of(make(), name, i).save_pretrained(root / f"{name}-{adapter}")
+        found[name] = root / name
+    return found
+
+
+def embedder(folder):
+    return SentenceTransformer(
+        modules=[Transformer(str(folder)), Pooling(16, pooling_mode="mean")], device="cpu",
+        prompts={"query": "the red cat"},
+    )  # fmt: skip
+
+
+def made(name, saved):
+    folder = str(saved[name])
+    if name == "classifier":
+        return CrossEncoder(folder, device="cpu")
+    return SparseEncoder(folder, device="cpu") if name == "masked" else embedder(folder)
+
+
+def by_peft(name, saved, adapter):
+    """Return an encoder with one adapter, by PEFT."""
+    encoder = made(name, saved)
+    if adapter is not None:
+        tuned = peft.PeftModel.from_pretrained(encoder[0].model, f"{saved[name]}-{adapter}")
+        if name == "classifier":
+            encoder[0].model = tuned.base_model.model
+    return encoder
+
+
+def dense(values):
+    values = [v.to_dense() if getattr(v, "is_sparse", False) else v for v in values]
+    return np.stack([np.asarray(v) for v in values])
+
+
+def results(encoder, name, **options):
+    """Return an embedding, or a score, of each of `TEXTS`."""
+    if name == "classifier":
+        return dense(encoder.predict([["the red cat", text] for text in TEXTS], **options))
+    return dense(encoder.encode(TEXTS, **options))
+
+
+def compared(name, saved):
+    """Return how texts of one batch with an adapter each differ from PEFT with theirs alone.
+
+    Returns:
+        The largest difference of a text's result, relative to its largest value where that is over
+        1, and the least effect of another adapter, in the same way.
+    """
+    encoder = MultiLoRAEncoder(made(name, saved), backend="torch_ref", max_rank=4)
+    for adapter in ("law", "news"):
+        encoder.load_adapter(adapter, f"{saved[name]}-{adapter}")
+    found = results(encoder, name, adapters=ADAPTERS)
+    encoder.detach()
+    alone = {each: results(by_peft(name, saved, each), name) for each in ("law", "news", None)}
+    worst, effect = 0.0, float("inf")
+    for row, adapter in enumerate(ADAPTERS):
+        scale = max(1.0, float(abs(alone[adapter][row]).max()))
+        for each, wanted in alone.items():
+            apart = float(abs(found[row] - wanted[row]).max()) / scale
+            worst = max(worst, apart) if each == adapter else worst
+            effect = effect if each == adapter else min(effect, apart)
+    return worst, effect
