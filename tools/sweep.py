@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,33 +71,36 @@ def pipelines() -> None:
     from helpers.diffusion.diffusion_loras import BOUND, compared
     from helpers.diffusion.tiny_pipelines import PIPELINES
 
-    found = new_result(PIPELINES_METHOD, bound=BOUND)
-    found["versions"] |= versions("diffusers")
-    for name in PIPELINES:
-        worst, effect = compared(name)
-        found["rows"].append({"name": name, "worst": worst, "effect": effect})
-        print(found["rows"][-1], flush=True)
-    found["summary"] = {"worst": max(row["worst"] for row in found["rows"])}
-    write_result(PIPELINES_RESULT, found)
-    if found["summary"]["worst"] > BOUND:
-        sys.exit("not equal")
+    cases = {name: partial(compared, name) for name in PIPELINES}
+    _compare(PIPELINES_RESULT, PIPELINES_METHOD, "diffusers", BOUND, cases)
 
 
 def encoders() -> None:
     """Compare encoders with PEFT, print each case and write their result file."""
     from helpers.tiny_encoders import KINDS, TOLERANCE, compared, save
 
-    found = new_result(ENCODERS_METHOD, bound=TOLERANCE)
-    found["versions"] |= versions("sentence-transformers")
     with tempfile.TemporaryDirectory() as folder:
         saved = save(Path(folder))
-        for name, kind in KINDS.items():
-            worst, effect = compared(name, saved)
-            found["rows"].append({"name": kind, "worst": worst, "effect": effect})
-            print(found["rows"][-1], flush=True)
+        cases = {kind: partial(compared, name, saved) for name, kind in KINDS.items()}
+        _compare(ENCODERS_RESULT, ENCODERS_METHOD, "sentence-transformers", TOLERANCE, cases)
+
+
+def _compare(
+    file: Path,
+    method: str,
+    package: str,
+    bound: float,
+    cases: Mapping[str, Callable[[], tuple[float, float]]],  # that return worst and effect
+) -> None:
+    found = new_result(method, bound=bound)
+    found["versions"] |= versions(package)
+    for name, case in cases.items():
+        worst, effect = case()
+        found["rows"].append({"name": name, "worst": worst, "effect": effect})
+        print(found["rows"][-1], flush=True)
     found["summary"] = {"worst": max(row["worst"] for row in found["rows"])}
-    write_result(ENCODERS_RESULT, found)
-    if found["summary"]["worst"] > TOLERANCE:
+    write_result(file, found)
+    if found["summary"]["worst"] > bound:
         sys.exit("not equal")
 
 

@@ -47,23 +47,21 @@ def bases() -> str:
 
 def pipelines() -> str:
     """Return the pipelines of diffusers that were compared with diffusers' own adapters."""
-    found = read_result(RESULT.with_name("diffusion_sweep.json"))
-    names = "; ".join(row["name"] for row in found["rows"])
-    return (
-        f"**Equal to diffusers' `set_adapters`, image by image:** {names}. Worst difference: "
-        f"{found['summary']['worst']:.1e} of an image's largest value (diffusers "
-        f"{found['versions']['diffusers']})."
-    )
+    to = "diffusers' `set_adapters`, image by image"
+    return _compared("diffusion_sweep", to, " of an image's largest value", "diffusers")
 
 
 def encoders() -> str:
     """Return the kinds of encoders that were compared with PEFT."""
-    found = read_result(RESULT.with_name("encoders_sweep.json"))
+    return _compared("encoders_sweep", "PEFT, text by text", "", "sentence-transformers")
+
+
+def _compared(file: str, to: str, of: str, package: str) -> str:
+    found = read_result(RESULT.with_name(f"{file}.json"))
     names = "; ".join(row["name"] for row in found["rows"])
     return (
-        f"**Equal to PEFT, text by text:** {names}. Worst difference: "
-        f"{found['summary']['worst']:.1e} (sentence-transformers "
-        f"{found['versions']['sentence-transformers']})."
+        f"**Equal to {to}:** {names}. Worst difference: {found['summary']['worst']:.1e}{of} "
+        f"({package} {found['versions'][package]})."
     )
 
 
