@@ -61,7 +61,7 @@ docs: $(STAMP)  ## write what the pages quote anew, and build them into site/
 
 # The oldest versions that pyproject.toml allows, in an environment of their own (some gigabytes: an
 # old torch comes with CUDA), for Python 3.11 or 3.12. A part of the tests: each dependency is used,
-# each engine runs. Continuous batching needs a later Transformers than the rest, which lies beside it.
+# each engine runs. Continuous batching needs a newer Transformers, which is installed beside the oldest.
 FLOORS := .venv-floors
 FLOORS_STAMP := $(FLOORS)/.installed
 FLOORS_BATCHING := $(FLOORS)/transformers-5.17.0

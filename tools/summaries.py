@@ -117,7 +117,7 @@ def _steps(results: dict[str, str], contenders: dict[str, str]) -> str:
         contenders: titles of columns, where measured.
 
     Raises:
-        ValueError: two rows of a file have one cell.
+        ValueError: two rows of a file belong in one cell.
     """
     measured = {model: figures.result(name)["rows"] for model, name in results.items()}
     names = {row["contender"] for rows in measured.values() for row in rows}
@@ -126,7 +126,7 @@ def _steps(results: dict[str, str], contenders: dict[str, str]) -> str:
     for model, rows in measured.items():
         for row in rows:
             name = f"{row['rows']} rows"
-            if not model:  # tables of several models have decode steps of one number of adapters
+            if not model:  # with several models, all decode steps have one number of adapters
                 name += f", {row['adapters']} adapter{'s' * (row['adapters'] > 1)}"
             if row.get("step") == "prefill":
                 name = f"prefill, {row['prompt']:,} tokens"

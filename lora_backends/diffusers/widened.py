@@ -6,8 +6,8 @@ h [tokens, rank] is the output of `run_lora_a`, and c_i the scaling of adapter i
 have it, else 0. A denoiser has tens of thousands of rows and few inputs. There, adding LoRA to y
 reads and writes y once more, which may take as long as the base product. The widened product writes
 y once, but it copies x and W, and also multiplies the zeros. Both operands are made for each
-product: to keep the right one for the next step would gain little, and miss changes of W. They are
-made by an engine's `widened_operands`, or by torch for an engine without it.
+product: keeping the right one for the next step would gain little, and miss writes to W. The
+engine's `widened_operands` makes them, or torch if the engine has none.
 
 In a layer of several slices, such as queries, keys and values, h and B_i have columns for each
 slice. In B_i these are zero outside the slice's rows.
@@ -49,7 +49,7 @@ def is_cheaper(rows: int, in_features: int, out_features: int, columns: int, ite
     """
     # each in elements: x for h; y read and written
     added = rows * (in_features + 2 * out_features)
-    # x read once for h and its copy (by kernels); W copied; columns written, read and multiplied
+    # x read once for h and the copy, as kernels do; W copied; columns written, read and multiplied
     widened = rows * (2 * in_features + 2 * columns) + 2 * in_features * out_features
     widened += 2 * rows * columns * out_features // (FLOPS_PER_BYTE * itemsize)
     return itemsize == 2 and added * itemsize >= LEAST_BYTES and widened < added
@@ -108,7 +108,7 @@ class WidenedProducts:
             wide = self._by_torch(flat, weight, weights, plan, rank)
         else:
             wide = self._operands(flat, weight, weights, plan, self._slots, rank)
-        if wide is None:  # torch would take longer to make them than the engine to add
+        if wide is None:  # adding LoRA takes less time than making the operands by torch
             return None
         return functional.linear(wide[0], wide[1], bias).view(*x.shape[:-1], out_features)
 
@@ -159,7 +159,7 @@ def _is_plain(x: Tensor, weights: LoRAWeights, weight: Tensor, bias: Tensor | No
         and all(tensor is None or type(tensor) in _PLAIN for tensor in (x, weight, bias))
         and x.dtype == weight.dtype
         and not (x.is_neg() or weight.is_neg())  # kernels would read the values without the sign
-        and forward_ad._current_level < 0
+        and forward_ad._current_level < 0  # kernels would drop tangents
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
     )

@@ -371,8 +371,8 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
 
         Raises:
             InvalidInputError: the model was detached or changed, or is in training mode.
-            UnsupportedInputError: the model has no continuous batching, or a configuration with
-                CUDA graphs, compilation or two batches at a time.
+            UnsupportedInputError: the model has no continuous batching, Transformers is older than
+                5.17, or a configuration asks for CUDA graphs, compilation or two batches at once.
         """
         try:
             from lora_backends.hf.generating.continuous import RequestManager

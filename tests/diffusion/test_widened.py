@@ -56,7 +56,7 @@ def test_a_widened_product_is_the_layer_with_lora(always, ranks):
 
 
 def test_tangents_and_lazy_negations_are_left_to_the_guards(always):
-    """Kernels would drop the one, and read the values of the other without their sign."""
+    """Kernels would drop tangents, and read negated values without their sign."""
     weights, engine = layer((3, 11, 5)), get_backend("torch_ref", device="cpu")
     plan = engine.prepare_batch(LoRABatch(SLOTS, 3))
     x, w = torch.randn(7, 6), torch.randn(10, 6)

@@ -87,7 +87,7 @@ class Cuda:
 
 
 class Compiled:
-    """A kernel as Triton compiles it: equal to itself alone."""
+    """A compiled kernel, hashed by identity as Triton's is."""
 
     function = 77
 

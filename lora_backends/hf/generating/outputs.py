@@ -9,8 +9,9 @@ from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
+# it ends one request with an error; without it a failed pass would end the manager's thread
 if not hasattr(OutputRouter, "fail_and_deliver"):
-    raise ImportError("requests that fail alone need OutputRouter.fail_and_deliver, new in 5.17")
+    raise ImportError("OutputRouter has no fail_and_deliver, which Transformers 5.17 added")
 
 LOOK_S = 0.01
 """Seconds between polls of the output queue: a new output wakes one waiting thread, which may be

@@ -100,8 +100,8 @@ class PagedModel:
         try:
             output = base(**inputs)
         except Exception as error:
-            # Masks have the sizes of the cache, which lacks methods and arguments of others.
-            # Subclasses of RuntimeError are other failures, e.g. of memory.
+            # Attention for another cache fails at the size of a paged mask, or at a method or
+            # argument that this cache lacks. Subclasses of RuntimeError have other causes, e.g. memory.
             lacks_pages = type(error) in _WITHOUT_PAGES or _is_of_attention(error)
             if self._reads_cache or not lacks_pages:
                 raise
@@ -114,7 +114,7 @@ class PagedModel:
 
 
 def _is_of_attention(error: Exception) -> bool:
-    """Return whether it is the ValueError of Transformers' SDPA, which some versions raise."""
+    """Return whether Transformers' attention raised a ValueError, as SDPA of some versions does."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

@@ -10,11 +10,15 @@ import numpy.typing as npt
 from lora_backends.errors import InvalidInputError
 
 SHORT = 512
-"""Rows below which their ids are looked up one by one."""
+"""Smaller batches look up every row; larger ones, prefills, only the first of each run."""
 
 
 def slots_of(ids: Sequence[int], slot_of: Mapping[int, int]) -> npt.NDArray[np.int64]:
-    """Return the slot of each row from the id of its adapter.
+    """Return the slot of each row, [rows] int64.
+
+    Args:
+        ids: of the rows' adapters; 0: none.
+        slot_of: slot by id; 0 has `NO_ADAPTER`.
 
     Raises:
         InvalidInputError: an id has no slot.
@@ -22,7 +26,7 @@ def slots_of(ids: Sequence[int], slot_of: Mapping[int, int]) -> npt.NDArray[np.i
     try:
         if len(ids) < SHORT:
             return np.fromiter(map(slot_of.__getitem__, ids), np.int64, len(ids))
-        # a prefill: runs of equal ids
+        # a prompt's tokens have equal ids: runs
         every = np.fromiter(ids, np.int64, len(ids))
         firsts = np.flatnonzero(np.diff(every, prepend=every[0] - 1))
         slots = [slot_of[id_] for id_ in every[firsts].tolist()]

@@ -55,7 +55,8 @@ def left_kernel(
     wide_rows = wide_ptr + t * (features + count * COLUMNS)  # [T]
     places = tl.arange(0, S.PLACES)
     listed = tl.load(slots_ptr + places, mask=places < count, other=-1)
-    slots = tl.load(token_slots_ptr + t, mask=t < rows, other=-2)  # [T], -1: none, -2: beyond x
+    # [T]; -1: no adapter, -2: beyond x
+    slots = tl.load(token_slots_ptr + t, mask=t < rows, other=-2)
     slot = tl.max(slots)
     while slot > -2:
         own = slots == slot  # [T]

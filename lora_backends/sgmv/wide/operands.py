@@ -29,7 +29,7 @@ def takes(x: Tensor, weight: Tensor, weights: LoRAWeights, rank: int) -> bool:
 
     x is [rows, in_features], weight [out_features, in_features]; rank is the largest of the batch.
     in_features must be a multiple of 8, rows contiguous, and the columns of an adapter 1 to
-    `MOST_COLUMNS`. False for wrong shapes, dtypes or devices, too: `run_lora_a` raises the error.
+    `MOST_COLUMNS`. False for wrong shapes, dtypes or devices, too: `run_linear` raises the error.
     """
     return (
         x.dtype == weight.dtype == weights.dtype

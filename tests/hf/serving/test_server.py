@@ -61,7 +61,7 @@ class Served:
             module = importlib.import_module("serve")
         finally:
             sys.path.remove(str(FOLDER))
-        # Of its own: while requests run, an older Transformers lets no other call run.
+        # A model of its own: before Transformers 5.19 no other call can run beside requests.
         self.reference = MultiLoRAModel(
             copy.deepcopy(base), "torch_ref", max_adapters=len(NAMES), max_rank=4
         )
