@@ -101,7 +101,7 @@ class PagedModel:
             output = base(**inputs)
         except Exception as error:
             # Attention for another cache fails at the size of a paged mask, or at a method or
-            # argument that this cache lacks. Subclasses of RuntimeError have other causes, e.g. memory.
+            # argument that it lacks. Subclasses of RuntimeError have other causes, e.g. memory.
             lacks_pages = type(error) in _WITHOUT_PAGES or _is_of_attention(error)
             if self._reads_cache or not lacks_pages:
                 raise
