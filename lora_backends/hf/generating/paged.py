@@ -100,8 +100,8 @@ class PagedModel:
         try:
             output = base(**inputs)
         except Exception as error:
-            # Attention for another cache fails at the size of a paged mask, or at a method or
-            # argument that it lacks. Subclasses of RuntimeError have other causes, e.g. memory.
+            # Attention for another cache fails at the mask's size, or at a method or argument that
+            # the paged cache lacks. Subclasses of RuntimeError have other causes, e.g. memory.
             lacks_pages = type(error) in _WITHOUT_PAGES or _is_of_attention(error)
             if self._reads_cache or not lacks_pages:
                 raise
