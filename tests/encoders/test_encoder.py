@@ -13,11 +13,13 @@ from helpers.tiny_encoders import (
     KINDS,
     TEXTS,
     TOLERANCE,
+    adapters_of,
     by_peft,
     compared,
     dense,
     embedder,
     made,
+    rows_of,
     save,
 )
 from sentence_transformers import SentenceTransformer
@@ -40,7 +42,7 @@ def make(saved):
     def wrapped(name, **options):
         encoder = MultiLoRAEncoder(made(name, saved), backend="torch_ref", max_rank=4, **options)
         open_.append(encoder)
-        for adapter in ("law", "news"):
+        for adapter in adapters_of(name):
             encoder.load_adapter(adapter, f"{saved[name]}-{adapter}")
         return encoder
 
@@ -62,13 +64,13 @@ def alone(saved):
     return run
 
 
-def check(found, name, call, alone, adapters=ADAPTERS):
+def check(found, name, call, alone):
     found = dense(found)
-    for row, adapter in enumerate(adapters):
+    for row, adapter in enumerate(rows_of(name)):
         wanted = dense(alone(name, adapter, call))
         bound = TOLERANCE * max(1.0, abs(wanted).max())
         assert abs(found[row] - wanted[row]).max() <= bound, (row, adapter)
-        for other in {"law", "news", None} - {adapter}:
+        for other in {*adapters_of(name), None} - {adapter}:
             assert abs(found[row] - dense(alone(name, other, call))[row]).max() > 4 * bound
 
 
@@ -79,10 +81,10 @@ def test_the_sweep_compares_every_kind(name, saved):
 
 
 @pytest.mark.parametrize("batch_size", [2, 32])
-@pytest.mark.parametrize("name", ["bert", "qwen3", "norms", "masked"])
+@pytest.mark.parametrize("name", ["bert", "qwen3", "norms", "tasks", "masked"])
 def test_every_text_is_embedded_with_its_own_adapter(make, alone, name, batch_size):
     options = {"batch_size": batch_size}
-    found = make(name).encode(TEXTS, adapters=ADAPTERS, **options)
+    found = make(name).encode(TEXTS, adapters=rows_of(name), **options)
     check(found, name, lambda encoder: encoder.encode(TEXTS, **options), alone)
 
 

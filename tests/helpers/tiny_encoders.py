@@ -14,6 +14,8 @@ from lora_backends.sentence_transformers import MultiLoRAEncoder
 WORDS = "the a cat dog sat ran on mat fast slow big small red blue sky sea tree".split()
 TEXTS = [" ".join(WORDS[i % 5 : i % 5 + 1 + (7 * i) % 11]) for i in range(9)]
 ADAPTERS = ["law", None, "news", "law", "news", None, "news", "law", "law"]
+TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
+"""Adapters of jina-embeddings-v3, in its order; the other kinds have "law" and "news"."""
 BLEND = {"law": 0.5, "news": -1.5}
 SIZES = {
     "vocab_size": 5 + len(WORDS), "hidden_size": 16, "num_hidden_layers": 2,
@@ -26,6 +28,9 @@ BASES = {
         transformers.Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8, pad_token_id=0)
     ),
     "norms": lambda: BASES["qwen3"](),
+    "tasks": lambda: transformers.XLMRobertaModel(
+        transformers.XLMRobertaConfig(**SIZES, type_vocab_size=1, pad_token_id=0)
+    ),
     "masked": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
     "classifier": lambda: transformers.BertForSequenceClassification(
         transformers.BertConfig(**SIZES, num_labels=1)
@@ -35,12 +40,17 @@ KINDS = {
     "bert": "SentenceTransformer: Bert",
     "qwen3": "SentenceTransformer: Qwen3-Embedding",
     "norms": "SentenceTransformer: own norms",
+    "tasks": "SentenceTransformer: XLMRoberta, tasks of jina-embeddings-v3",
     "masked": "SparseEncoder: Bert",
     "classifier": "CrossEncoder: Bert, own head",
 }
 """What each base is, as the support table names it."""
 
-TARGETS = {"qwen3": ["q_proj", "o_proj", "up_proj"], "norms": ["q_proj"]}
+TARGETS = {
+    "qwen3": ["q_proj", "o_proj", "up_proj"],
+    "norms": ["q_proj"],
+    "tasks": ["query", "key", "value", "dense", "word_embeddings"],  # as jina's: all, tokens too
+}
 SAVED = {  # modules of an adapter's own
     "classifier": {"modules_to_save": ["classifier"], "task_type": "SEQ_CLS"},
     "norms": {"modules_to_save": ["norm"]},
@@ -48,9 +58,19 @@ SAVED = {  # modules of an adapter's own
 OTHERS = ["query", "value", "output.dense"]
 
 
+def adapters_of(name):
+    """Return the adapters of a kind."""
+    return TASKS if name == "tasks" else ["law", "news"]
+
+
+def rows_of(name):
+    """Return an adapter, or None, for each of `TEXTS`."""
+    return [TASKS[4], None, *TASKS[:4], None, TASKS[0], TASKS[4]] if name == "tasks" else ADAPTERS
+
+
 def peft_of(base, name, i):
     targets = TARGETS.get(name, OTHERS)
-    config = peft.LoraConfig(r=2 + 2 * i, target_modules=targets, **SAVED.get(name, {}))
+    config = peft.LoraConfig(r=2 + 2 * (i % 2), target_modules=targets, **SAVED.get(name, {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(base, config)
@@ -70,7 +90,7 @@ def save(root):
         torch.manual_seed(3)
         make().save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
-        for i, adapter in enumerate(["law", "news"]):
+        for i, adapter in enumerate(adapters_of(name)):
             torch.manual_seed(3)
             peft_of(make(), name, i).save_pretrained(root / f"{name}-{adapter}")
         found[name] = root / name
@@ -121,13 +141,14 @@ def compared(name, saved):
         1, and the least effect of another adapter, in the same way.
     """
     encoder = MultiLoRAEncoder(made(name, saved), backend="torch_ref", max_rank=4)
-    for adapter in ("law", "news"):
+    for adapter in adapters_of(name):
         encoder.load_adapter(adapter, f"{saved[name]}-{adapter}")
-    found = results(encoder, name, adapters=ADAPTERS)
+    found = results(encoder, name, adapters=rows_of(name))
     encoder.detach()
-    alone = {each: results(by_peft(name, saved, each), name) for each in ("law", "news", None)}
+    every = [*adapters_of(name), None]
+    alone = {each: results(by_peft(name, saved, each), name) for each in every}
     worst, effect = 0.0, float("inf")
-    for row, adapter in enumerate(ADAPTERS):
+    for row, adapter in enumerate(rows_of(name)):
         scale = max(1.0, float(abs(alone[adapter][row]).max()))
         for each, wanted in alone.items():
             apart = float(abs(found[row] - wanted[row]).max()) / scale
