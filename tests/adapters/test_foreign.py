@@ -43,6 +43,31 @@ def test_another_format_is_named(key, written, write_adapter):
     assert f"they are named in the format of {written}\n" in message
 
 
+@pytest.mark.parametrize("prefix", ["", "base_model.model."])
+@pytest.mark.parametrize("shape", [(5, 4, 8), (4, 8)])
+def test_lora_as_parametrizations_is_named(prefix, shape, write_adapter):
+    layer = f"{prefix}roberta.encoder.layers.0.mixer.Wqkv"
+    key = f"{layer}.parametrizations.weight.0.lora_A"
+    whole = {key: torch.ones(shape), f"{layer}.parametrizations.weight.original": torch.ones(6, 8)}
+    message = rejected(UnsupportedInputError, write_adapter(whole))
+    assert f"'{key}' {[*shape]}" in message and "save a PEFT adapter per task" in message
+    assert "original" not in message and "convolution" not in message
+
+
+def test_a_model_with_packed_tasks_names_them(tmp_path):
+    tasks = ["retrieval.query", "text-matching"]
+    (tmp_path / "config.json").write_text(json.dumps({"lora_adaptations": tasks}))
+    message = rejected(InvalidInputError, tmp_path)
+    assert f"the LoRA of these tasks: {tasks}" in message and "a PEFT adapter per task" in message
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", "[" * 10**5])
+def test_a_strange_config_of_a_model_is_still_one(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    message = rejected(InvalidInputError, tmp_path)
+    assert "the config.json of a whole model" in message and "task" not in message
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

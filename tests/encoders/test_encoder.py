@@ -81,7 +81,7 @@ def test_the_sweep_compares_every_kind(name, saved):
 
 
 @pytest.mark.parametrize("batch_size", [2, 32])
-@pytest.mark.parametrize("name", ["bert", "qwen3", "norms", "tasks", "masked"])
+@pytest.mark.parametrize("name", ["bert", "qwen3", "norms", "tasks", "jina", "masked"])
 def test_every_text_is_embedded_with_its_own_adapter(make, alone, name, batch_size):
     options = {"batch_size": batch_size}
     found = make(name).encode(TEXTS, adapters=rows_of(name), **options)

@@ -15,7 +15,7 @@ WORDS = "the a cat dog sat ran on mat fast slow big small red blue sky sea tree"
 TEXTS = [" ".join(WORDS[i % 5 : i % 5 + 1 + (7 * i) % 11]) for i in range(9)]
 ADAPTERS = ["law", None, "news", "law", "news", None, "news", "law", "law"]
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
-"""Adapters of jina-embeddings-v3, in its order; the other kinds have "law" and "news"."""
+"""Adapters of jina-embeddings-v3: of its linear layers, and of its tokens."""
 BLEND = {"law": 0.5, "news": -1.5}
 SIZES = {
     "vocab_size": 5 + len(WORDS), "hidden_size": 16, "num_hidden_layers": 2,
@@ -31,6 +31,9 @@ BASES = {
     "tasks": lambda: transformers.XLMRobertaModel(
         transformers.XLMRobertaConfig(**SIZES, type_vocab_size=1, pad_token_id=0)
     ),
+    "jina": lambda: transformers.JinaEmbeddingsV3Model(
+        transformers.JinaEmbeddingsV3Config(**SIZES, pad_token_id=0)
+    ),
     "masked": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
     "classifier": lambda: transformers.BertForSequenceClassification(
         transformers.BertConfig(**SIZES, num_labels=1)
@@ -40,7 +43,8 @@ KINDS = {
     "bert": "SentenceTransformer: Bert",
     "qwen3": "SentenceTransformer: Qwen3-Embedding",
     "norms": "SentenceTransformer: own norms",
-    "tasks": "SentenceTransformer: XLMRoberta, tasks of jina-embeddings-v3",
+    "tasks": "SentenceTransformer: XLMRoberta, five tasks",
+    "jina": "SentenceTransformer: jina-embeddings-v3",
     "masked": "SparseEncoder: Bert",
     "classifier": "CrossEncoder: Bert, own head",
 }
@@ -49,7 +53,8 @@ KINDS = {
 TARGETS = {
     "qwen3": ["q_proj", "o_proj", "up_proj"],
     "norms": ["q_proj"],
-    "tasks": ["query", "key", "value", "dense", "word_embeddings"],  # as jina's: all, tokens too
+    "tasks": ["query", "key", "value", "dense", "word_embeddings"],
+    "jina": ["q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2", "dense", "word_embeddings"],
 }
 SAVED = {  # modules of an adapter's own
     "classifier": {"modules_to_save": ["classifier"], "task_type": "SEQ_CLS"},
@@ -60,12 +65,13 @@ OTHERS = ["query", "value", "output.dense"]
 
 def adapters_of(name):
     """Return the adapters of a kind."""
-    return TASKS if name == "tasks" else ["law", "news"]
+    return TASKS if name in ("tasks", "jina") else ["law", "news"]
 
 
 def rows_of(name):
     """Return an adapter, or None, for each of `TEXTS`."""
-    return [TASKS[4], None, *TASKS[:4], None, TASKS[0], TASKS[4]] if name == "tasks" else ADAPTERS
+    of_tasks = [TASKS[4], None, *TASKS[:4], None, TASKS[0], TASKS[4]]
+    return of_tasks if adapters_of(name) is TASKS else ADAPTERS
 
 
 def peft_of(base, name, i):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -9,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 from lora_backends.adapters.files.messages import problem
-from lora_backends.common.files import kind_of
-from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.common.files import kind_of, read_text
+from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 
 CONFIG_FILE = "adapter_config.json"
 SAFETENSORS_FILE = "adapter_model.safetensors"
@@ -33,6 +34,14 @@ _TRAINED_BESIDE = re.compile(
 
 GATHER = "gather the parameters on one process, and save the adapter again with save_pretrained"
 _CONVERT = "convert the adapter to PEFT's format"
+
+PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.[^.]+\.\d+\.lora_[AB]$")
+"""LoRA as a torch parametrization; jina-embeddings-v3's lora_A is [tasks, rank, in_features]."""
+BY_TASK = (
+    "save a PEFT adapter per task, whose lora_A.weight and lora_B.weight of a linear layer are "
+    "lora_A[task] and lora_B[task]; of an embedding, their transposes are lora_embedding_A and "
+    "lora_embedding_B. For jina-embeddings-v3, use jinaai/jina-embeddings-v3-hf and its adapters"
+)
 
 # For folders without an adapter of PEFT: patterns of file names, the kind of weights, the remedy.
 # The first match wins.
@@ -134,10 +143,22 @@ def no_config(folder: Path) -> InvalidInputError:
         given, to_do = f"{given}, but with {foreign[0]}", foreign[1]
     elif "config.json" in names:
         given += ", but with the config.json of a whole model"
+        if tasks := _packed_tasks(folder / "config.json"):
+            given += f", whose tensors hold the LoRA of these tasks: {tasks}"
+            to_do = BY_TASK
     elif any(name.endswith(".safetensors") for name in names - {SAFETENSORS_FILE}):
         given, to_do = f"{given}, but with other safetensors, e.g. of kohya", _CONVERT
     what = f"there is no {CONFIG_FILE}"
     return InvalidInputError(problem(folder, what, given, f"one with {CONFIG_FILE}", to_do))
+
+
+def _packed_tasks(path: Path) -> str:
+    """Return the tasks that jina-embeddings-v3's own config.json names, or ""."""
+    try:
+        tasks = json.loads(read_text(path)).get("lora_adaptations")
+    except (InvalidInputError, ValueError, RecursionError, AttributeError):  # it is no such file
+        return ""
+    return shown(tasks, 300) if tasks else ""
 
 
 def no_weights(folder: Path) -> InvalidInputError:

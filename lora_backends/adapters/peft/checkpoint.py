@@ -18,9 +18,11 @@ from lora_backends.adapters.experts.source import ExpertSource
 from lora_backends.adapters.experts.tensors import read_experts
 from lora_backends.adapters.files.folders import unchanged
 from lora_backends.adapters.files.formats import (
+    BY_TASK,
     CONFIG_FILE,
     GATHER,
     LONGEST_NAME,
+    PARAMETRIZED,
     PICKLE_FILE,
     SAFETENSORS_FILE,
     check_beside,
@@ -227,6 +229,7 @@ def checked_checkpoint(
 ) -> Checkpoint:
     """Return a checkpoint of a configuration and tensors, as `read_checkpoint` does."""
     replacements = OwnModules()
+    _refuse_parametrized(weights, tensors)
     tensors = without_adapter_name(weights, tensors)
     if options.own_modules:
         replacements, tensors = take_replacements(weights, tensors, config)
@@ -319,6 +322,16 @@ def read_tensors(folder: Path, limits: LoadLimits) -> tuple[Path, dict[str, Tens
     if shards:
         return folder / shards[0], read_shards(folder, shards, limits)
     raise no_weights(folder)
+
+
+def _refuse_parametrized(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse LoRA as torch parametrizations, where one tensor may hold that of many tasks."""
+    found = [k for k in tensors if len(k) <= LONGEST_NAME and PARAMETRIZED.search(k)]
+    if found:
+        what = "its LoRA is stored as torch parametrizations, of all tasks in one tensor"
+        given = [f"tensor {described(key, tensors[key])}" for key in found]
+        allowed = "one adapter, as PEFT's save_pretrained writes it"
+        raise UnsupportedInputError(problem(path, what, given, allowed, BY_TASK))
 
 
 def _refuse_features(path: Path, tensors: Mapping[str, Tensor]) -> None:

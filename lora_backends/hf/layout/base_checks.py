@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lora_backends.adapters.files.formats import BY_TASK, PARAMETRIZED
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, shown
 from lora_backends.hf.layout.sharded import check_spread
 
@@ -28,6 +29,12 @@ def check_base(base: object) -> None:
     children = dict(base.named_children())
     kind, problem, to_do = name, "", ""
     inside = [path for path, module in base.named_modules() if _is_of_peft(module)]
+    packed = [
+        (f"{path}.{key}".lstrip("."), parameter)
+        for path, module in base.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and PARAMETRIZED.search(f"{path}.{key}")
+    ]
     if "_orig_mod" in children:  # the only mark that torch.compile leaves on its module
         problem = "was compiled"
         to_do = "wrap the model first, and compile model.base: see prepare() and using()"
@@ -37,6 +44,14 @@ def check_base(base: object) -> None:
         kind = f"{name} with PEFT's modules at {inside[0]} and {len(inside) - 1} other paths"
         problem = "holds adapters of PEFT already, which every row would get"
         to_do = "pass unload() of the PeftModel, or load the model again"
+    elif packed:
+        (key, parameter), others = packed[0], len(packed) - 1
+        kind = f"{name} with {key} {list(parameter.shape)} and {others} other such tensors"
+        problem = "holds LoRA as torch parametrizations, which rows cannot choose"
+        to_do = (
+            f"{BY_TASK}; or take it off each layer with torch.nn.utils.parametrize."
+            f'remove_parametrizations(layer, "weight", leave_parametrized=False)'
+        )
     elif isinstance(base, nn.DataParallel | nn.parallel.DistributedDataParallel):
         problem, to_do = "is wrapped for parallel training", "pass base.module"
     elif hasattr(base, "ct_decompress_hook"):  # which puts other weights in at the first pass

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.pytorch_utils import Conv1D
 
 from lora_backends.adapters.peft.dora import BaseLayer
@@ -130,8 +131,8 @@ def check_start(
     `MultiheadAttention`: PEFT's change of a weight acts there, and its LoRA does not.
 
     Raises:
-        UnsupportedInputError: the weight is quantised, so the start is a part of other weights, or
-            its module is unreached.
+        UnsupportedInputError: the weight is quantised or a parametrization's, so the start is a part
+            of other weights, or its module is unreached.
     """
     for path, delta in checkpoint.modules.items():
         if delta.init is None or path not in sites:
@@ -141,6 +142,12 @@ def check_start(
                 f"{checkpoint.folder} has init_lora_weights = {delta.init!r} for {path}, whose "
                 f"base weight is quantized\n  to do: load the base model without quantization, or "
                 f"save the adapter with path_initial_model_for_weight_conversion"
+            )
+        if is_parametrized(sites[path].module, "weight"):
+            raise UnsupportedInputError(
+                f"{checkpoint.folder} has init_lora_weights = {delta.init!r} for {path}, whose "
+                f"base weight torch computes in each pass (parametrize), so that PEFT changes none"
+                f"\n  to do: save the adapter with path_initial_model_for_weight_conversion"
             )
         if path in unreached:
             raise UnsupportedInputError(
