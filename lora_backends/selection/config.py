@@ -263,6 +263,8 @@ class LoRAConfig(BaseSettings):
             else:
                 reason = detail["msg"].removeprefix("Value error, ")
                 problem = f"{reason} (given: {shown(detail['input'])})"
+                if top == "adapters" and isinstance(detail["input"], Mapping):  # a TOML table
+                    problem += '; quote a name with dots: "retrieval.query" = "folder"'
             lines.append(f"  - {key} in {cls._where(top, arguments)}: {problem}")
         if len(details) > _MOST_PROBLEMS:
             lines.append(f"  - and {len(details) - _MOST_PROBLEMS} more")

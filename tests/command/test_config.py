@@ -48,6 +48,7 @@ def test_tables_come_from_the_environment_as_json(monkeypatch):
         ),
         ("adapters = 'a'", "adapters in FILE: Input should be a valid dictionary"),
         ("[adapters]\na = 3", "adapters.a in FILE"),
+        ("[adapters]\nretrieval.query = 'a'", "quote a name with dots"),
         ("max_rank = ", "FILE is not valid TOML"),
     ],
 )

@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+import shutil
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -11,6 +13,7 @@ from helpers.tiny_encoders import (
     ADAPTERS,
     BLEND,
     KINDS,
+    TASKS,
     TEXTS,
     TOLERANCE,
     adapters_of,
@@ -86,6 +89,27 @@ def test_every_text_is_embedded_with_its_own_adapter(make, alone, name, batch_si
     options = {"batch_size": batch_size}
     found = make(name).encode(TEXTS, adapters=rows_of(name), **options)
     check(found, name, lambda encoder: encoder.encode(TEXTS, **options), alone)
+
+
+def test_tasks_are_named_by_their_folders_or_for_an_adapter_of_peft(saved, alone, tmp_path):
+    for task in TASKS:
+        shutil.copytree(f"{saved['jina']}-{task}", tmp_path / task)
+    encoder = MultiLoRAEncoder(made("jina", saved), backend="torch_ref", max_rank=4)
+    encoder.lora.keep_adapters(folder=tmp_path)
+    found = encoder.encode(TEXTS, adapters=rows_of("jina"))
+    check(found, "jina", lambda each: each.encode(TEXTS), alone)
+    encoder.detach()
+    model = made("jina", saved)[0].model
+    held = peft.PeftModel.from_pretrained(model, tmp_path / "text-matching", "text-matching")
+    # PEFT's own names have no dots
+    held.load_adapter(tmp_path / "retrieval.query", "retrieval_query")
+    encoder = MultiLoRAEncoder(made("jina", saved), backend="torch_ref", max_rank=4)
+    encoder.lora.add_adapter("text-matching", held, adapter_name="text-matching")
+    encoder.lora.add_adapter("retrieval.query", held, adapter_name="retrieval_query")
+    rows = ["text-matching", "retrieval.query"]
+    again = encoder.encode([TEXTS[0], TEXTS[2]], adapters=rows)
+    assert np.allclose(again, found[[0, 2]], atol=TOLERANCE)
+    encoder.detach()
 
 
 def test_queries_take_their_prompt_and_documents_theirs(make, alone):

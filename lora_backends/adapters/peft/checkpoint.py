@@ -329,7 +329,8 @@ def _refuse_parametrized(path: Path, tensors: Mapping[str, Tensor]) -> None:
     found = [k for k in tensors if len(k) <= LONGEST_NAME and PARAMETRIZED.search(k)]
     if found:
         what = "its LoRA is stored as torch parametrizations, of all tasks in one tensor"
-        given = [f"tensor {described(key, tensors[key])}" for key in found]
+        given = [f"tensor {described(key, tensors[key])}" for key in found[:2]]
+        given += [f"... and {len(found) - 2} more"] * (len(found) > 2)
         allowed = "one adapter, as PEFT's save_pretrained writes it"
         raise UnsupportedInputError(problem(path, what, given, allowed, BY_TASK))
 

@@ -49,8 +49,8 @@ def check_base(base: object) -> None:
         kind = f"{name} with {key} {list(parameter.shape)} and {others} other such tensors"
         problem = "holds LoRA as torch parametrizations, which rows cannot choose"
         to_do = (
-            f"{BY_TASK}; or take it off each layer with torch.nn.utils.parametrize."
-            f'remove_parametrizations(layer, "weight", leave_parametrized=False)'
+            f"{BY_TASK}. For other models, then call torch.nn.utils.parametrize."
+            f'remove_parametrizations(layer, "weight", leave_parametrized=False) for each layer'
         )
     elif isinstance(base, nn.DataParallel | nn.parallel.DistributedDataParallel):
         problem, to_do = "is wrapped for parallel training", "pass base.module"

@@ -131,8 +131,8 @@ def check_start(
     `MultiheadAttention`: PEFT's change of a weight acts there, and its LoRA does not.
 
     Raises:
-        UnsupportedInputError: the weight is quantised or a parametrization's, so the start is a part
-            of other weights, or its module is unreached.
+        UnsupportedInputError: the weight is quantised or a parametrization's, so the start is a
+            part of other weights, or its module is unreached.
     """
     for path, delta in checkpoint.modules.items():
         if delta.init is None or path not in sites:
