@@ -40,7 +40,7 @@ PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.[^.]+\.\d+\.lora_[AB]$")
 BY_TASK = (
     "save a PEFT adapter per task, whose lora_A.weight and lora_B.weight of a linear layer are "
     "lora_A[task] and lora_B[task]; of an embedding, their transposes are lora_embedding_A and "
-    "lora_embedding_B. For jina-embeddings-v3, use jinaai/jina-embeddings-v3-hf and its adapters"
+    "lora_embedding_B. Of jina-embeddings-v3, jinaai/jina-embeddings-v3-hf has PEFT adapters"
 )
 
 # For folders without an adapter of PEFT: patterns of file names, the kind of weights, the remedy.
