@@ -1,6 +1,7 @@
 """Tiny encoders of sentence-transformers, their adapters, and each by PEFT alone."""
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import peft
@@ -42,13 +43,16 @@ BASES = {
 KINDS = {
     "bert": "SentenceTransformer: Bert",
     "qwen3": "SentenceTransformer: Qwen3-Embedding",
-    "norms": "SentenceTransformer: own norms",
+    "norms": "SentenceTransformer: saved norms",
     "tasks": "SentenceTransformer: XLMRoberta, five tasks",
     "jina": "SentenceTransformer: jina-embeddings-v3",
     "masked": "SparseEncoder: Bert",
-    "classifier": "CrossEncoder: Bert, own head",
+    "classifier": "CrossEncoder: Bert, saved head",
 }
 """What each base is, as the support table names it."""
+
+if not hasattr(transformers, "JinaEmbeddingsV3Model"):  # as in older versions
+    del BASES["jina"], KINDS["jina"]
 
 TARGETS = {
     "qwen3": ["q_proj", "o_proj", "up_proj"],
@@ -104,8 +108,9 @@ def save(root):
 
 
 def embedder(folder):
+    mode = "lasttoken" if "qwen3" in Path(folder).name else "mean"  # as Qwen3-Embedding pools
     return SentenceTransformer(
-        modules=[Transformer(str(folder)), Pooling(16, pooling_mode="mean")], device="cpu",
+        modules=[Transformer(str(folder)), Pooling(16, pooling_mode=mode)], device="cpu",
         prompts={"query": "the red cat"},
     )  # fmt: skip
 
