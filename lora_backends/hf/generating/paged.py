@@ -102,7 +102,7 @@ class PagedModel:
         except Exception as error:
             # Attention for another cache fails at the mask's size, or at a method or argument that
             # the paged cache lacks. Subclasses of RuntimeError have other causes, e.g. memory.
-            lacks_pages = type(error) in _WITHOUT_PAGES or _is_of_attention(error)
+            lacks_pages = type(error) in _WITHOUT_PAGES or _lacks_cache(error)
             if self._reads_cache or not lacks_pages:
                 raise
             raise no_paged_attention(base, f"\n  the pass ended with: {told(error)}") from error
@@ -113,13 +113,9 @@ class PagedModel:
         return output
 
 
-def _is_of_attention(error: Exception) -> bool:
-    """Return whether Transformers' attention raised a ValueError, as SDPA of some versions does."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    module = "" if last is None else str(last.tb_frame.f_globals.get("__name__"))
-    return type(error) is ValueError and module.startswith("transformers.integrations.")
+def _lacks_cache(error: Exception) -> bool:
+    """Return whether a paged attention, of Transformers 5.17 to 5.19, says that it got no cache."""
+    return type(error) is ValueError and "without a paged attention cache" in str(error)
 
 
 def check_model(base: Any) -> None:

@@ -402,17 +402,19 @@ def test_a_model_that_leaves_the_cache_alone_is_refused(model, mask):
 
 
 @pytest.mark.parametrize(
-    ("module", "message"),
+    ("cause", "message"),
     [
-        ("transformers.integrations.sdpa_paged", "has an attention of its own"),
-        ("notebook", "failed: ValueError: the hook refuses"),
+        ("`paged|sdpa` was called without a paged attention cache.", "has an attention of its own"),
+        ("`sdpa` attention does not support `softcap`.", "failed: ValueError: `sdpa` attention"),
     ],
 )
-def test_only_the_value_error_of_an_attention_is_taken_for_one_without_pages(
-    model, module, message
+def test_only_a_value_error_about_the_cache_is_taken_for_an_attention_without_pages(
+    model, cause, message
 ):
+    """Both as Transformers' integrations raise them."""
     code = "def refuse(module, args, kwargs):\n    if kwargs.get('cache') is not None:\n"
-    exec(code + "        raise ValueError('the hook refuses')", found := {"__name__": module})
+    name = "transformers.integrations.sdpa_attention"
+    exec(code + f"        raise ValueError({cause!r})", found := {"__name__": name})
     attention = model.base.model.layers[0].self_attn
     attention.register_forward_pre_hook(found["refuse"], with_kwargs=True)
     with (
