@@ -50,11 +50,9 @@ class Attention:
     def check(self) -> None:
         """Raise UnsupportedInputError for a forward pass outside of continuous batching."""
         if self.is_paged:
-            other = "load the model with attn_implementation='sdpa', if it has one"
-            if self._own == "sdpa":
-                other = "pip install 'transformers>=5.19', which keeps 'sdpa'"
             raise UnsupportedInputError(
                 f"the model has attention {self._own!r}, which continuous batching replaces from "
                 f"start() to stop(); no other call can run meanwhile\n"
-                f"  to do: add a request, stop() the manager, or {other}"
+                f"  to do: add a request, stop() the manager, or load the model with "
+                f"attn_implementation='sdpa', if it has one: transformers>=5.19 keeps it"
             )
