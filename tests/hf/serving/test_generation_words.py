@@ -367,10 +367,12 @@ STATEFUL = {
 }
 
 
-LATE = needs("5.18", "layers of another kind are refused before the start")
+LATE = {"Lfm2": needs("5.18", "layers of another kind are refused before the start")}
 
 
-@pytest.mark.parametrize("family", ["Mamba", pytest.param("Lfm2", marks=LATE)])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=LATE.get(name, ())) for name in STATEFUL]
+)
 def test_a_model_with_states_is_refused_and_left_as_it_was(family):
     config = getattr(transformers, f"{family}Config")(**STATEFUL[family])
     base = getattr(transformers, f"{family}ForCausalLM")(config).eval()
