@@ -151,11 +151,15 @@ def test_every_row_of_a_prefill_has_the_slot_of_its_adapter(wrapper, ids):
 def test_an_adapter_without_a_slot_is_refused_and_leaves_the_last_batch(wrapper, rows):
     from lora_backends import InvalidInputError
 
-    before = wrapper.tokens.slots, wrapper.sampled.slots
-    for batch in (mapping([8] * rows), mapping([5] * rows, [8]), mapping([-5] * rows)):
+    def held():
+        return wrapper.tokens.slots, wrapper.sampled.slots, wrapper.is_prefill
+
+    before = held()
+    for ids in (([8] * rows,), ([5] * rows, [8]), ([-5] * rows,)):
+        batch = mapping(*ids, prefill=not wrapper.is_prefill)
         with pytest.raises(InvalidInputError, match="no adapter of this id"):
             wrapper.update_metadata(batch, INDEX_TO_ID, SLOTS + 1, 100)
-        assert (wrapper.tokens.slots, wrapper.sampled.slots) == before
+        assert held() == before
 
 
 @pytest.fixture

@@ -119,13 +119,14 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         Raises:
             InvalidInputError: an id has no slot.
         """
-        self.is_prefill = mapping.is_prefill
         slot_of = {id_: slot for slot, id_ in enumerate(lora_index_to_id) if id_ is not None}
         slot_of[0] = NO_ADAPTER
         num_slots = self.tokens.num_slots
         tokens = sampled = LoRABatch(slots_of(mapping.index_mapping, slot_of), num_slots)
         if mapping.prompt_mapping != mapping.index_mapping:  # equal while all requests decode
             sampled = LoRABatch(slots_of(mapping.prompt_mapping, slot_of), num_slots)
+        # every row has a slot: from here on the batch is taken
+        self.is_prefill = mapping.is_prefill
         self.tokens.set_batch(tokens)
         self.sampled.set_batch(sampled)
         part = inputs.part_of(mapping)
