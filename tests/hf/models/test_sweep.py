@@ -1,6 +1,8 @@
 """A part of the sweep, all of it with ``-m sweep``, and what its result file says."""
 
 import runpy
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -90,5 +92,40 @@ def test_a_wrong_row_fails_the_sweep(monkeypatch):
     assert sweep.run("GPT2") > 20 * sweep.BOUND
 
 
-def test_the_script_of_the_sweep_can_be_read():
-    assert callable(runpy.run_path(str(RESULT.parents[2] / "tools" / "sweep.py"))["outcome"])
+@pytest.fixture
+def sweep_with(monkeypatch):
+    """Return a function: which kinds `tools/sweep.py` runs, and how it ends, with arguments."""
+    script = runpy.run_path(str(RESULT.parents[2] / "tools" / "sweep.py"))
+    main, ran = script["main"], []
+
+    def note(kind):
+        ran.append(kind)
+        return [f"one of the {kind}"]
+
+    for kind in ("pipelines", "encoders"):
+        monkeypatch.setitem(main.__globals__, kind, partial(note, kind))
+    monkeypatch.setitem(main.__globals__, "peft", lambda kinds: ran.extend(kinds) or [])
+
+    def run(*arguments):
+        ran.clear()
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *arguments])
+        try:
+            main()
+        except SystemExit as error:
+            return {*ran}, error.code
+        return {*ran}, None
+
+    run.kinds = {"pipelines", "encoders", *script["PEFT_KINDS"]}
+    return run
+
+
+def test_the_script_of_the_sweep_runs_the_kinds_asked_for(sweep_with):
+    wrong = "not equal: one of the pipelines, one of the encoders"
+    assert sweep_with() == (sweep_with.kinds, wrong)
+    assert sweep_with("encoders", "pipelines") == ({"pipelines", "encoders"}, wrong)
+    assert sweep_with("bases", "layers") == ({"bases", "layers"}, None)
+    assert sweep_with("encoders", "files") == (
+        {"encoders", "files"},
+        "not equal: one of the encoders",
+    )
+    assert sweep_with("bases", "layer") == (set(), 2)
