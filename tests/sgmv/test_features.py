@@ -399,6 +399,45 @@ def test_like_tokens_get_the_sum_of_their_adapters(device, how, tokens, rank, dt
     agree(y, wanted, torch.zeros_like(y), dtype)
 
 
+@pytest.mark.parametrize("n, dtype", [(2, torch.bfloat16), (3, torch.bfloat16), (4, torch.float16)])
+@pytest.mark.parametrize("biased, apart", [(False, False), (True, False), (True, True)])
+def test_one_token_gets_the_sum_of_its_adapters(device, n, dtype, biased, apart, monkeypatch):
+    backend, slots, inputs, rank = make_engine("triton", device), 6, 2048, 16
+    ranks = torch.tensor([rank, 5, 0, rank, 1, rank])
+    weights = LoRAWeights(
+        lora_a=rows(slots * 2 * rank, inputs, device, dtype).reshape(slots, 2, rank, -1) / 64,
+        lora_b=rows(slots * 88, rank, device, dtype).reshape(slots, 88, rank),
+        ranks=torch.stack([ranks, ranks.flip(0)], 1),
+        scalings=torch.rand(slots, 2) + 0.5,
+        output_slices=(48, 40),
+        bias=rows(slots, 88, device, dtype) if biased else None,
+    )
+    weights.scalings[2, 0] = torch.nan  # of rank 0
+    weights.lora_b[1, :48, 5:] = torch.nan  # beyond the rank
+    if apart:  # a tensor per slice
+        a = tuple(each.contiguous() for each in weights.lora_a.unbind(1))
+        b = tuple(each.contiguous() for each in weights.lora_b.split([48, 40], 1))
+        weights = replace(weights, lora_a=a, lora_b=b)
+    launched, launch = [], SpecializedKernel.launch
+
+    def record(kernel, *arguments):
+        launched.append(kernel.constants.get("HOW"))
+        return launch(kernel, *arguments)
+
+    monkeypatch.setattr(SpecializedKernel, "launch", record)
+    plan = backend.prepare_batch(LoRABatch([[-1] * n], slots), capacity=1)
+    for chosen in ([1, 2, 3, 5][:n], [3, -1, 4, -1][:n], [0, 5, -1, 2][:n], [-1] * n):
+        batch = LoRABatch([chosen], slots, torch.rand(1, n))
+        x, base = rows(1, inputs, device, dtype), torch.randn(1, 88, device=device)
+        launched.clear()
+        plan = backend.prepare_batch(batch, out=plan)
+        y = backend.run_linear(x, weights, plan, base.to(dtype)).float()
+        assert max(chosen) < 0 or launched[-1] == "row"
+        wanted = reference(device).prepare_batch(batch)
+        wanted = reference(device).run_linear(x, weights, wanted, base.to(dtype).float())
+        agree(y, wanted, base, dtype)
+
+
 def test_planes_of_a_long_shrink_of_many_ranks_are_added_up_before_the_expand(device, monkeypatch):
     backend, slots, inputs, tokens = make_engine("triton", device), 4, 8224, 16
     weights = LoRAWeights(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lora_backends.sgmv.blends.like_kernels import add_rows, add_tma, add_together
+from lora_backends.sgmv.blends.like_kernels import add_row, add_rows, add_tma, add_together
 from lora_backends.sgmv.blends.tile_kernels import BlendTile, positions_of
 from lora_backends.sgmv.blends.unlike_kernels import add_each, add_entries
 from lora_backends.sgmv.kernels.blocks import wait_for_h
@@ -142,10 +142,13 @@ def blend_expand_kernel(
         stride_c=b_stride_c, scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
     )  # fmt: skip
     s, first, end = columns_of(program, SIZES)
-    num_tiles = tl.load(num_tiles_ptr)
+    if HOW == "row":  # one tile, or none: its tables have no tokens then, so no wait for a number
+        end_row = row + 1
+    else:
+        end_row = tl.load(num_tiles_ptr)
     plane = SIZES.NUM_SLICES * h_rows.to(tl.int64) * h_stride_t
     h_slice = h_ptr + s.to(tl.int64) * h_stride_s
-    for tile_row in tl.range(row, num_tiles, grid_rows, num_stages=1):
+    for tile_row in tl.range(row, end_row, grid_rows, num_stages=1):
         tokens, positions = positions_of(starts_ptr, tokens_ptr, tile_row, TILE)
         tile = BlendTile(
             tokens=tokens, slots=slots_ptr + tile_row * ENTRIES, ids=ids_ptr + positions * WIDTH,
@@ -158,6 +161,8 @@ def blend_expand_kernel(
             add_each(tile, b, WIDTH, ENTRIES, SIZES)
         elif HOW == "entries":
             add_entries(tile, b, WIDTH, ENTRIES, SIZES)
+        elif HOW == "row":
+            add_row(tile, b, h_slice, factors_ptr, positions, y_ptr, y_stride_t, WIDTH, SIZES)
         elif HOW == "rows":
             add_rows(tile, b, h_slice, factors_ptr, positions, y_ptr, y_stride_t, WIDTH, SIZES)
         elif HOW == "tma":

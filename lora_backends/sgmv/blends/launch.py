@@ -88,12 +88,13 @@ class BlendShape(NamedTuple):
     tma: bool = False  # whether B can be loaded through TMA
 
 
-How = Literal["tma", "rows", "together", "entries", "each"]
+How = Literal["tma", "row", "rows", "together", "entries", "each"]
 """How the expand multiplies.
 
-For like tokens: "tma": loads of B by TMA; "rows": without a matrix product; "together": several
-entries in one product. For all: "entries": a product for each entry, h of all pairs in registers;
-"each": h is loaded for each product.
+For like tokens: "tma": loads of B by TMA; "rows": without a matrix product; "row": the same for a
+single token, with one load for h of all its entries; "together": several entries in one product.
+For all: "entries": a product for each entry, h of all pairs in registers; "each": h is loaded for
+each product.
 """
 
 
@@ -247,6 +248,14 @@ def choose_blend_tiles(
         shrink = choose_sizes(shape.pairs, layer, storage, options, "linear")[0]
     else:
         shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
+    few = rank_pad == MIN_DOT and rank <= 2 * MAX_BLOCK_R
+    if expand.num_stages == 0 and batch.active_slots == 1 and few and shape.pairs:
+        # the entries' pairs are as alone as the token, so their shrink is that of one adapter
+        one = replace(shape.pairs, num_tokens=1, active_slots=1)
+        shrink = choose_sizes(one, layer, storage, options, "linear")[0]
+        num_warps = max(expand.num_warps, 4 if rank > MAX_BLOCK_R else 2)
+        block_c = max(MIN_DOT, min(expand.block_c, 128 * MAX_BLOCK_R // rank))
+        return BlendTiles(shrink, ExpandTiles(block_c, rank_pad, 1, num_warps, 0), "row")
     if expand.num_stages == 0:
         # a program keeps B of all entries in registers: at most 128 values a thread
         block_c = max(MIN_DOT, min(expand.block_c, 128 * MAX_BLOCK_R // rank))

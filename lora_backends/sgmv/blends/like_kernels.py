@@ -237,6 +237,67 @@ def add_rows(
 
 
 @triton.jit
+def add_row(
+    tile, b, h_slice, factors_ptr, positions, y_ptr, y_stride_t, WIDTH: tl.constexpr,
+    S: tl.constexpr,
+):  # fmt: skip
+    """Add one block of columns of one token as `add_rows`; h of all its adapters is one load.
+
+    V: the ranks of its adapters, stacked as if they were one of a higher rank.
+    """
+    C: tl.constexpr = S.BLOCK_C
+    R: tl.constexpr = S.RANK_PAD
+    V: tl.constexpr = WIDTH * R
+    PLANES: tl.constexpr = S.PLANES
+    c, t = tile.first + tl.arange(0, C), tl.arange(0, tile.tokens.shape[0])
+    j, r, v = tl.arange(0, WIDTH), tl.arange(0, R), tl.arange(0, V)
+    one = tl.zeros((1,), dtype=tl.int64)
+    slot = tl.load(tile.slots + j).to(tl.int64)  # [WIDTH]
+    ranks_at = tile.ranks + tl.maximum(slot, 0) * S.NUM_SLICES
+    rank = tl.load(ranks_at, mask=slot >= 0, other=0)
+    block = tl.reshape(_load_rows_of_b(tile, b, slot, rank, c, r, S), (C, V))
+    # the same for each rank [V]: loaded again, as a layout of its own costs less than a change
+    slot_of = tl.load(tile.slots + v // R).to(tl.int64)
+    slot_at = tl.maximum(slot_of, 0) * S.NUM_SLICES
+    used = v % R < tl.load(tile.ranks + slot_at, mask=slot_of >= 0, other=0)
+    scaling = tl.load(tile.scalings + slot_at, mask=slot_of >= 0, other=0.0)
+    last = tl.max(tl.where(tile.tokens >= 0, t + 1, 0))
+    if S.HAS_BIAS:
+        written = (one + 1) > 0
+    else:
+        written = (one + tl.max(rank)) > 0
+    plane = tl.arange(0, PLANES)[:, None]
+    h_mask = (plane < S.SPLIT_K) & used[None, :]
+    for i in tl.range(0, last, num_stages=1):
+        token = entry(tile.tokens, t, i)
+        y_rows = RowsOfY(at=y_ptr + token * y_stride_t + one, read=written, written=written)
+        y = load_y(tile, y_rows, c, S)
+        factor = tl.load(factors_ptr + entry(positions, t, i) * WIDTH + v // R) * scaling
+        h_at = h_slice + token * (WIDTH * tile.h_stride) + v // R * tile.h_stride + v % R
+        wait_for_h(S)
+        h = tl.load(h_at[None, :] + plane * tile.plane, mask=h_mask, other=0.0)  # [planes, V]
+        h = rounded(tl.sum(h, axis=0), b.ptr.dtype.element_ty, S.INTERPRETED).to(tl.float32)
+        # The gather keeps the layout of h from spreading to the product, see `load_h_row`.
+        h = tl.gather(tl.where(used, h * factor, 0.0), v, 0)
+        total = tl.sum(block.to(tl.float32) * h[None, :], axis=1)[None, :]
+        if S.HAS_BIAS:
+            total = _add_bias(tile, c, total, WIDTH, S)
+        store_block(tile, y_rows, c, y, total, S)
+
+
+@triton.jit
+def _load_rows_of_b(tile, b, slot, rank, c, r, S: tl.constexpr):
+    """Return B of some slots [E] as it lies in memory [C, E, R], zero beyond their ranks."""
+    at, b_stride = b_of_slot(b, tl.maximum(slot, 0), tile.s, S)
+    offsets = c.to(tl.int64)[:, None, None] * b_stride + r[None, None, :]
+    mask = in_groups(r[None, :], rank[:, None], S.EVEN_R)[None, :, :]
+    if not S.EVEN_C:
+        mask = mask & (c < tile.end)[:, None, None]
+    values = tl.load(at[None, :, None] + offsets, mask=mask, other=0.0)
+    return tl.where((r[None, :] < rank[:, None])[None, :, :], values, 0)
+
+
+@triton.jit
 def _add_bias(tile, c, total, ENTRIES: tl.constexpr, S: tl.constexpr):
     """Return total [T, C] with the biases of all entries."""
     for e in tl.static_range(ENTRIES):

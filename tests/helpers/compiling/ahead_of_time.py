@@ -131,7 +131,8 @@ BLENDS = {  # layer, (tokens, adapters), adapters per token, whether unlike, sca
         (TINY[:2] + (72,), (16, 8), 2, True, None),  # a product loads h, a rank in steps
         (NARROW, (64, 8), 2, False, None),  # several entries in one product; planes are added up
         (ODD, (64, 8), 2, False, None),  # the same, in steps
-        (SMALL, (1, 2), 2, False, None),  # row by row
+        (SMALL, (1, 2), 2, False, None),  # one row
+        (SMALL, (100, 100), 2, False, None),  # row by row
         (QKV, (2048, 8), 4, False, None),  # B through TMA, where the target has it
     ],
     "fp16": [(SMALL, (64, 8), 2, False, None)],
