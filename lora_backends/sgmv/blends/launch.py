@@ -58,6 +58,9 @@ MOST_H_VALUES = 16384
 """The most values of h that a program of the expand adds up in more than 4 planes; it keeps half as
 many in registers."""
 
+MOST_ROW_VALUES = 2048
+"""The most values of h, in all planes, beside which a program for one token has over 32 columns."""
+
 LONG_INPUT = 8192
 """in_features above which a shrink of many ranks takes longer than the expand."""
 
@@ -248,13 +251,18 @@ def choose_blend_tiles(
         shrink = choose_sizes(shape.pairs, layer, storage, options, "linear")[0]
     else:
         shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
-    few = rank_pad == MIN_DOT and rank <= 2 * MAX_BLOCK_R
-    if expand.num_stages == 0 and batch.active_slots == 1 and few and shape.pairs:
+    if expand.num_stages == 0 and batch.active_slots == 1 and shape.pairs:
         # the entries' pairs are as alone as the token, so their shrink is that of one adapter
         one = replace(shape.pairs, num_tokens=1, active_slots=1)
         shrink = choose_sizes(one, layer, storage, options, "linear")[0]
+        if rank > 2 * MAX_BLOCK_R:
+            shrink = replace(
+                shrink, split_k=parts(layer.in_features, shrink.block_k, shrink.split_k // 2)
+            )
+        # a program keeps B of all entries, and all planes of h, in registers
+        most = 32 if shrink.split_k * rank > MOST_ROW_VALUES else 128 * MAX_BLOCK_R // rank
+        block_c = max(MIN_DOT, min(expand.block_c, most))
         num_warps = max(expand.num_warps, 4 if rank > MAX_BLOCK_R else 2)
-        block_c = max(MIN_DOT, min(expand.block_c, 128 * MAX_BLOCK_R // rank))
         return BlendTiles(shrink, ExpandTiles(block_c, rank_pad, 1, num_warps, 0), "row")
     if expand.num_stages == 0:
         # a program keeps B of all entries in registers: at most 128 values a thread
@@ -269,11 +277,22 @@ def choose_blend_tiles(
         return BlendTiles(shrink, expand, "rows")
     # a program of the expand reads all planes of h of all pairs of its tokens
     planes = 4 if shape.pairs else max(4, MOST_H_VALUES // (batch.tile_tokens * rank))
+    is_long = layer.in_features > LONG_INPUT
+    if shape.pairs and rank_pad == MIN_DOT:
+        if not shape.merged:
+            planes = shrink.split_k
+        elif is_long or batch.active_slots == 1:
+            planes = 8
     # in 4 parts a long shrink of many ranks takes longer than in more parts with a third kernel
-    is_long = layer.in_features > LONG_INPUT and rank_pad > MIN_DOT
-    sums = shape.pairs is not None and is_long and shrink.split_k > planes
-    if not sums:
-        shrink = replace(shrink, split_k=min(shrink.split_k, planes))
+    sums = shape.pairs is not None and is_long and rank_pad > MIN_DOT and shrink.split_k > planes
+    if sums:
+        shrink = replace(
+            shrink, split_k=parts(layer.in_features, shrink.block_k, 2 * shrink.split_k)
+        )
+    else:
+        shrink = replace(
+            shrink, split_k=parts(layer.in_features, shrink.block_k, min(shrink.split_k, planes))
+        )
     if shape.merged or not shape.folds:
         pairs = batch.tile_tokens * shape.width
         if storage.kind or rank_pad > MAX_BLOCK_R or pairs * block_r > MOST_H_VALUES // 2:
@@ -281,7 +300,7 @@ def choose_blend_tiles(
                 expand = replace(expand, chunks=1, num_warps=8)
             return BlendTiles(shrink, replace(expand, num_stages=1), "each", sums=sums)
         # prefetches of B beside a long shrink would slow that, on an H200 by up to 1.4 times
-        at_once = batch.active_slots == 1 or (is_long and not sums)
+        at_once = batch.active_slots == 1 or (is_long and rank_pad > MIN_DOT and not sums)
         return BlendTiles(shrink, _of_entries(batch, layer, shape, at_once), "entries", sums=sums)
     fits = max(rank_pad, rank // 4) <= MAX_BLOCK_R and options.gpu.shared_bytes >= TMA_BYTES
     if shape.tma and fits and layer.item_bytes == 2 and not shape.pairs:
@@ -308,9 +327,9 @@ def _of_entries(
     if at_once and shape.entries <= 8:
         return ExpandTiles(min(64, 32 * MAX_BLOCK_R // block_r) // half, block_r)
     # several tiles share a multiprocessor: fewer registers, 8 KiB of B or less in flight a load
-    block_c, stages = (128, 4) if block_r == MIN_DOT else (64, 3)
+    stages = 4 if block_r == MIN_DOT else 3
     num_warps = 8 if batch.tile_tokens == 64 else 4
-    return ExpandTiles(block_c // half, block_r, num_warps=num_warps, num_stages=stages)
+    return ExpandTiles(128 // half, block_r, num_warps=num_warps, num_stages=stages)
 
 
 def _together(
