@@ -251,7 +251,8 @@ def choose_blend_tiles(
         shrink = choose_sizes(shape.pairs, layer, storage, options, "linear")[0]
     else:
         shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
-    if expand.num_stages == 0 and batch.active_slots == 1 and shape.pairs:
+    single = expand.num_stages == 0 and batch.active_slots == 1
+    if single and shape.pairs and rank_pad <= MAX_BLOCK_R:
         # the entries' pairs are as alone as the token, so their shrink is that of one adapter
         one = replace(shape.pairs, num_tokens=1, active_slots=1)
         shrink = choose_sizes(one, layer, storage, options, "linear")[0]
@@ -276,23 +277,20 @@ def choose_blend_tiles(
         expand = replace(expand, block_c=block_c, chunks=1, num_stages=0)
         return BlendTiles(shrink, expand, "rows")
     # a program of the expand reads all planes of h of all pairs of its tokens
-    planes = 4 if shape.pairs else max(4, MOST_H_VALUES // (batch.tile_tokens * rank))
-    is_long = layer.in_features > LONG_INPUT
-    if shape.pairs and rank_pad == MIN_DOT:
-        if not shape.merged:
-            planes = shrink.split_k
-        elif is_long or batch.active_slots == 1:
-            planes = 8
-    # in 4 parts a long shrink of many ranks takes longer than in more parts with a third kernel
-    sums = shape.pairs is not None and is_long and rank_pad > MIN_DOT and shrink.split_k > planes
-    if sums:
-        shrink = replace(
-            shrink, split_k=parts(layer.in_features, shrink.block_k, 2 * shrink.split_k)
-        )
+    is_long, sums = layer.in_features > LONG_INPUT, False
+    if not shape.pairs:
+        planes = max(4, MOST_H_VALUES // (batch.tile_tokens * rank))
+    elif rank_pad == MIN_DOT:
+        one_tile = batch.active_slots == 1
+        planes = shrink.split_k if not shape.merged else 8 if is_long or one_tile else 4
     else:
-        shrink = replace(
-            shrink, split_k=parts(layer.in_features, shrink.block_k, min(shrink.split_k, planes))
-        )
+        # in 4 parts a long shrink of many ranks takes longer than in more parts
+        planes = shrink.split_k if is_long else 4
+        sums = is_long and shape.width > 2 and planes > 4
+    if sums:  # by a third kernel, so more parts cost the expand nothing
+        planes = 2 * shrink.split_k
+    most = planes if sums else min(shrink.split_k, planes)
+    shrink = replace(shrink, split_k=parts(layer.in_features, shrink.block_k, most))
     if shape.merged or not shape.folds:
         pairs = batch.tile_tokens * shape.width
         if storage.kind or rank_pad > MAX_BLOCK_R or pairs * block_r > MOST_H_VALUES // 2:
@@ -300,7 +298,7 @@ def choose_blend_tiles(
                 expand = replace(expand, chunks=1, num_warps=8)
             return BlendTiles(shrink, replace(expand, num_stages=1), "each", sums=sums)
         # prefetches of B beside a long shrink would slow that, on an H200 by up to 1.4 times
-        at_once = batch.active_slots == 1 or (is_long and rank_pad > MIN_DOT and not sums)
+        at_once = batch.active_slots == 1
         return BlendTiles(shrink, _of_entries(batch, layer, shape, at_once), "entries", sums=sums)
     fits = max(rank_pad, rank // 4) <= MAX_BLOCK_R and options.gpu.shared_bytes >= TMA_BYTES
     if shape.tma and fits and layer.item_bytes == 2 and not shape.pairs:
@@ -347,7 +345,8 @@ def _together(
     if together < shape.entries or expand.block_r < rank_pad:
         chunks = 1
     wide = batch.tile_tokens * ranks >= 64 * MAX_BLOCK_R
-    num_warps = 8 if wide else expand.num_warps
+    # one block of B, wide and of few ranks, leaves each of 8 warps enough to do
+    num_warps = 8 if wide or rank_pad == MIN_DOT else expand.num_warps
     return replace(expand, block_c=block_c, chunks=chunks, num_warps=num_warps), together
 
 
