@@ -399,10 +399,13 @@ def test_like_tokens_get_the_sum_of_their_adapters(device, how, tokens, rank, dt
     agree(y, wanted, torch.zeros_like(y), dtype)
 
 
-@pytest.mark.parametrize("n, dtype", [(2, torch.bfloat16), (3, torch.bfloat16), (4, torch.float16)])
+@pytest.mark.parametrize(
+    "n, rank, dtype",
+    [(2, 16, torch.bfloat16), (3, 64, torch.bfloat16), (4, 16, torch.float16)],
+)
 @pytest.mark.parametrize("biased, apart", [(False, False), (True, False), (True, True)])
-def test_one_token_gets_the_sum_of_its_adapters(device, n, dtype, biased, apart, monkeypatch):
-    backend, slots, inputs, rank = make_engine("triton", device), 6, 2048, 16
+def test_one_token_gets_the_sum_of_its_adapters(device, n, rank, dtype, biased, apart, monkeypatch):
+    backend, slots, inputs = make_engine("triton", device), 6, 2048
     ranks = torch.tensor([rank, 5, 0, rank, 1, rank])
     weights = LoRAWeights(
         lora_a=rows(slots * 2 * rank, inputs, device, dtype).reshape(slots, 2, rank, -1) / 64,
@@ -448,9 +451,10 @@ def test_planes_of_a_long_shrink_of_many_ranks_are_added_up_before_the_expand(de
         output_slices=(40,),
     )
     first = torch.arange(tokens) % slots
-    chosen = torch.stack([first, torch.where(first % 2 > 0, (first + 3) % slots, -1)], 1)
+    second, third = torch.where(first % 2 > 0, (first + 3) % slots, -1), (first + 1) % slots
+    chosen = torch.stack([first, second, third], 1)
     chosen[3] = -1
-    batch = LoRABatch(chosen, slots, torch.rand(tokens, 2))
+    batch = LoRABatch(chosen, slots, torch.rand(tokens, 3))
     plan, x = backend.prepare_batch(batch), rows(tokens, inputs, device, torch.bfloat16)
     launched, launch = [], SpecializedKernel.launch
 

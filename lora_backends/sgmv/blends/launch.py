@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -251,15 +251,13 @@ def choose_blend_tiles(
         shrink = choose_sizes(shape.pairs, layer, storage, options, "linear")[0]
     else:
         shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
-    single = expand.num_stages == 0 and batch.active_slots == 1
-    if single and shape.pairs and rank_pad <= MAX_BLOCK_R:
+    split = partial(_split, layer)
+    if expand.num_stages == 0 and batch.active_slots == 1 and shape.pairs:
         # the entries' pairs are as alone as the token, so their shrink is that of one adapter
         one = replace(shape.pairs, num_tokens=1, active_slots=1)
         shrink = choose_sizes(one, layer, storage, options, "linear")[0]
-        if rank > 2 * MAX_BLOCK_R:
-            shrink = replace(
-                shrink, split_k=parts(layer.in_features, shrink.block_k, shrink.split_k // 2)
-            )
+        if rank > 2 * MAX_BLOCK_R:  # planes of so many ranks slow the expand
+            shrink = split(shrink, shrink.split_k // 2)
         # a program keeps B of all entries, and all planes of h, in registers
         most = 32 if shrink.split_k * rank > MOST_ROW_VALUES else 128 * MAX_BLOCK_R // rank
         block_c = max(MIN_DOT, min(expand.block_c, most))
@@ -268,29 +266,18 @@ def choose_blend_tiles(
     if expand.num_stages == 0:
         # a program keeps B of all entries in registers: at most 128 values a thread
         block_c = max(MIN_DOT, min(expand.block_c, 128 * MAX_BLOCK_R // rank))
-        if rank > 2 * MAX_BLOCK_R:
-            # planes of so many ranks slow the expand: use half. For one tile that may leave the
-            # shrink too few programs: 4 adapters of rank 64, 4,096 inputs: 2 planes 9.9 us, 8 6.5
-            least = min(8, layer.in_features // 512) if batch.active_slots == 1 else 1
-            most = max(shrink.split_k // 2, least)
-            shrink = replace(shrink, split_k=parts(layer.in_features, shrink.block_k, most))
+        if rank > 2 * MAX_BLOCK_R:  # planes of so many ranks slow the expand
+            shrink = split(shrink, shrink.split_k // 2)
         expand = replace(expand, block_c=block_c, chunks=1, num_stages=0)
         return BlendTiles(shrink, expand, "rows")
     # a program of the expand reads all planes of h of all pairs of its tokens
-    is_long, sums = layer.in_features > LONG_INPUT, False
-    if not shape.pairs:
-        planes = max(4, MOST_H_VALUES // (batch.tile_tokens * rank))
-    elif rank_pad == MIN_DOT:
-        one_tile = batch.active_slots == 1
-        planes = shrink.split_k if not shape.merged else 8 if is_long or one_tile else 4
+    is_long = layer.in_features > LONG_INPUT
+    adds_many = shape.pairs is not None and shape.width > 2 and shrink.split_k > 4
+    sums = adds_many and is_long and rank_pad > MIN_DOT
+    if sums:  # a third kernel adds them up, so more parts cost the expand nothing
+        shrink = split(shrink, 2 * shrink.split_k)
     else:
-        # in 4 parts a long shrink of many ranks takes longer than in more parts
-        planes = shrink.split_k if is_long else 4
-        sums = is_long and shape.width > 2 and planes > 4
-    if sums:  # by a third kernel, so more parts cost the expand nothing
-        planes = 2 * shrink.split_k
-    most = planes if sums else min(shrink.split_k, planes)
-    shrink = replace(shrink, split_k=parts(layer.in_features, shrink.block_k, most))
+        shrink = split(shrink, _planes(shrink.split_k, batch, shape, rank_pad, is_long))
     if shape.merged or not shape.folds:
         pairs = batch.tile_tokens * shape.width
         if storage.kind or rank_pad > MAX_BLOCK_R or pairs * block_r > MOST_H_VALUES // 2:
@@ -311,6 +298,23 @@ def choose_blend_tiles(
         return BlendTiles(shrink, by_tma, "tma")
     expand, together = _together(replace(expand, num_stages=1), batch, layer, shape)
     return BlendTiles(shrink, expand, "together", together, sums)
+
+
+def _split(layer: LayerShape, shrink: ShrinkTiles, most: int) -> ShrinkTiles:
+    return replace(shrink, split_k=parts(layer.in_features, shrink.block_k, most))
+
+
+def _planes(planes: int, batch: BatchShape, shape: BlendShape, rank_pad: int, long: bool) -> int:
+    """Return the planes of h, of so many as suit the shrink, that the expand adds up itself."""
+    if not shape.pairs:
+        most = max(4, MOST_H_VALUES // (batch.tile_tokens * shape.entries * rank_pad))
+    elif rank_pad > MIN_DOT:
+        most = planes if long else 4
+    elif shape.merged:  # a program reads h of all tokens of its tile
+        most = 8 if long or batch.active_slots == 1 else 4
+    else:
+        most = planes
+    return min(planes, most)
 
 
 def _of_entries(

@@ -129,9 +129,11 @@ BLENDS = {  # layer, (tokens, adapters), adapters per token, whether unlike, sca
         (TINY, (16, 8), 2, True, None),  # one tile: all of B at once
         (QKV, (64, 8), 4, True, None),  # loads of B in flight
         (TINY[:2] + (72,), (16, 8), 2, True, None),  # a product loads h, a rank in steps
-        (NARROW, (64, 8), 2, False, None),  # several entries in one product; planes are added up
+        (NARROW, (64, 8), 2, False, None),  # several entries in one product
+        (NARROW, (64, 8), 4, False, None),  # planes are added up in between
         (ODD, (64, 8), 2, False, None),  # the same, in steps
         (SMALL, (1, 2), 2, False, None),  # one row
+        (DOWN, (1, 4), 4, False, None),  # the same, of many ranks
         (SMALL, (100, 100), 2, False, None),  # row by row
         (QKV, (2048, 8), 4, False, None),  # B through TMA, where the target has it
     ],
