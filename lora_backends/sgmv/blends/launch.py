@@ -284,9 +284,7 @@ def choose_blend_tiles(
             if batch.tile_tokens == 64:  # else it would spill
                 expand = replace(expand, chunks=1, num_warps=8)
             return BlendTiles(shrink, replace(expand, num_stages=1), "each", sums=sums)
-        # prefetches of B beside a long shrink would slow that, on an H200 by up to 1.4 times
-        at_once = batch.active_slots == 1
-        return BlendTiles(shrink, _of_entries(batch, layer, shape, at_once), "entries", sums=sums)
+        return BlendTiles(shrink, _of_entries(batch, layer, shape), "entries", sums=sums)
     fits = max(rank_pad, rank // 4) <= MAX_BLOCK_R and options.gpu.shared_bytes >= TMA_BYTES
     if shape.tma and fits and layer.item_bytes == 2 and not shape.pairs:
         # 4 warps leave a thread registers for h of all entries
@@ -317,18 +315,16 @@ def _planes(planes: int, batch: BatchShape, shape: BlendShape, rank_pad: int, lo
     return min(planes, most)
 
 
-def _of_entries(
-    batch: BatchShape, layer: LayerShape, shape: BlendShape, at_once: bool
-) -> ExpandTiles:
-    """Return the sizes of an expand with a product for each entry.
-
-    `at_once`: whether to load all of B before the wait for h. One tile leaves registers for that.
-    """
-    block_r = padded_rank(layer.max_rank)
-    half = 2 if layer.item_bytes == 4 else 1
-    if at_once and shape.entries <= 8:
-        return ExpandTiles(min(64, 32 * MAX_BLOCK_R // block_r) // half, block_r)
-    # several tiles share a multiprocessor: fewer registers, 8 KiB of B or less in flight a load
+def _of_entries(batch: BatchShape, layer: LayerShape, shape: BlendShape) -> ExpandTiles:
+    """Return the sizes of an expand with a product for each entry."""
+    block_r, half = padded_rank(layer.max_rank), 2 if layer.item_bytes == 4 else 1
+    # Few tiles leave registers for all of B, loaded before the wait for h. Beside a long shrink
+    # prefetches of B would slow that, on an H200 by up to 1.4 times.
+    few = 4 if block_r == MIN_DOT else 1
+    if batch.active_slots <= few and shape.entries <= 8:
+        most = 64 if batch.active_slots == 1 else 128
+        return ExpandTiles(min(most, 32 * MAX_BLOCK_R // block_r) // half, block_r)
+    # several tiles share a multiprocessor: fewer registers, 16 KiB of B or less in flight a load
     stages = 4 if block_r == MIN_DOT else 3
     num_warps = 8 if batch.tile_tokens == 64 else 4
     return ExpandTiles(128 // half, block_r, num_warps=num_warps, num_stages=stages)
@@ -348,9 +344,10 @@ def _together(
     chunks = min(chunks, max(1, 2 * MAX_STACKED // ranks))  # the kernel unrolls them
     if together < shape.entries or expand.block_r < rank_pad:
         chunks = 1
-    wide = batch.tile_tokens * ranks >= 64 * MAX_BLOCK_R
-    # one block of B, wide and of few ranks, leaves each of 8 warps enough to do
-    num_warps = 8 if wide or rank_pad == MIN_DOT else expand.num_warps
+    wide = batch.tile_tokens * ranks >= 64 * MAX_BLOCK_R and batch.tile_tokens != 32
+    # with a long shrink there are many planes to add up
+    many_planes = rank_pad == MIN_DOT and layer.in_features > LONG_INPUT
+    num_warps = 8 if wide or many_planes else expand.num_warps
     return replace(expand, block_c=block_c, chunks=chunks, num_warps=num_warps), together
 
 
