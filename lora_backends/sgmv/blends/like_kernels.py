@@ -194,7 +194,7 @@ def add_rows(
     B of all adapters goes from memory straight to the registers that multiply it.
     """
     C: tl.constexpr = S.BLOCK_C
-    c, r = tile.first + tl.arange(0, C), tl.arange(0, S.RANK_PAD)
+    c, r = tile.first + tl.arange(0, C), tl.arange(0, S.ROW_RANKS)
     t = tl.arange(0, tile.tokens.shape[0])
     one = tl.zeros((1,), dtype=tl.int64)
     blocks, ranks, scalings = (), (), ()
@@ -246,7 +246,7 @@ def add_row(
     V: the ranks of its adapters, stacked as if they were one of a higher rank.
     """
     C: tl.constexpr = S.BLOCK_C
-    R: tl.constexpr = S.RANK_PAD
+    R: tl.constexpr = S.ROW_RANKS
     V: tl.constexpr = WIDTH * R
     PLANES: tl.constexpr = S.PLANES
     c, t = tile.first + tl.arange(0, C), tl.arange(0, tile.tokens.shape[0])

@@ -31,7 +31,7 @@ def expand_single(tile, ranks_at, scalings_at, SITE: tl.constexpr, S: tl.constex
     SLICES: tl.constexpr = SITE.NUM_A if SITE.INTERLEAVED else 1
     CHUNKS: tl.constexpr = S.CHUNKS
     C: tl.constexpr = S.BLOCK_C
-    r = tl.arange(0, S.RANK_PAD)  # [R]
+    r = tl.arange(0, S.ROW_RANKS)  # [R]
     c = tile.first + tl.arange(0, C)  # [C]
     written = tl.where(tile.rank > 0, tile.end, 0)  # the end of columns that the rank adds to
     # B goes from memory straight to the registers that multiply it, so more of it is in flight than

@@ -18,6 +18,7 @@ from lora_backends.sgmv.tiles.sizes import (
     ExpandTiles,
     ShrinkTiles,
     fitting,
+    has_whole_rows,
     padded_rank,
     parts,
     power_of_two,
@@ -33,7 +34,7 @@ _MANY_TILES = 200  # from this number of blocks on, a shrink needs no split
 # Pairs of one key then read its B once each, the first from memory and the others from L2.
 _ALONE = 1.13  # for other ranks, and for the shrink: nearly every pair has its key to itself
 _MOST_ALONE = 16  # pairs that a key may have where nothing is sorted
-_SHARING = {16: 1.8}  # for 16 bits if max_rank is the padded rank, so that no load is masked
+_SHARING = {16: 1.8}  # for 16 bits where no load of B is masked
 _SHARING_OF_8 = {16: 2.6, 32: 1.8, 64: 1.35}
 _SHARING_OF_8_FEW = 5.0  # for 8 bits of rank 16 and fewer than _FEW_PAIRS
 _FEW_PAIRS = 100
@@ -160,7 +161,7 @@ def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTile
     tiles = replace(tiles, shrink=shrink, expand=_loading_ahead(tiles, count, site))
     if padded_rank(site.max_rank) > MIN_DOT:
         return tiles
-    by_pair = tiles.expand_rows == 1 and site.max_rank == MIN_DOT
+    by_pair = tiles.expand_rows == 1 and has_whole_rows(site.max_rank)
     if by_pair and _FEW_TILES < count <= H200.multiprocessors and site.in_features <= _SHORT_INPUT:
         single = _shrink_single(count, site, 2 * _SINGLE_ROWS, _SINGLE_PAIRS_PROGRAMS)
         tiles = replace(tiles, shrink=single, shrink_rows=1)
@@ -174,7 +175,7 @@ def _common_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu) -> SiteTiles:
     rank_pad, few = padded_rank(site.max_rank), tiles <= _FEW_TILES
     shrink_rows = max(MIN_DOT, min(64, pairs.tile))
     expand_rows = max(MIN_DOT, min(32 if rank_pad <= 32 else 64, pairs.tile))
-    whole = site.item_bytes < 4 and site.max_rank == rank_pad
+    whole = site.item_bytes < 4 and has_whole_rows(site.max_rank)
     sharing = _SHARING.get(rank_pad, _ALONE) if whole else _ALONE
     if rank_pad <= _MOST_SINGLE_RANKS and pairs.each < sharing:
         expand_rows = 1

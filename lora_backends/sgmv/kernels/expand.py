@@ -120,7 +120,7 @@ def _expand_rows(tile, h_slice, h_stride, y, rows, S: tl.constexpr):
     engines never take this path.
     """
     CHUNKS: tl.constexpr = S.CHUNKS
-    r = tl.arange(0, S.RANK_PAD)  # [R]
+    r = tl.arange(0, S.ROW_RANKS)  # [R]
     t = tl.arange(0, rows.tokens.shape[0])  # [T]
     last = tl.max(tl.where(rows.tokens >= 0, t + 1, 0))
     first = _row_of_y(y, _token(rows.tokens, 0))

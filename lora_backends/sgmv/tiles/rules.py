@@ -21,6 +21,7 @@ from lora_backends.sgmv.tiles.sizes import (
     ShrinkTiles,
     TileConfig,
     fitting,
+    has_whole_rows,
     padded_rank,
     parts,
     power_of_two,
@@ -79,8 +80,7 @@ def _are_alone(batch: BatchShape, layer: LayerShape) -> bool:
 def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConfig:
     """Return sizes for tokens alone with their slot: 16-bit kernels without a matrix product."""
     rank_pad = padded_rank(layer.max_rank)
-    # a max_rank below its padded rank keeps the product: shorter rows of B leave threads idle
-    if layer.item_bytes != 2 or layer.max_rank != rank_pad or rank_pad > MAX_BLOCK_R:
+    if layer.item_bytes != 2 or not has_whole_rows(layer.max_rank) or rank_pad > MAX_BLOCK_R:
         return tiles
     # elsewhere these were slower as often as faster
     if rows < _FEW_ROWS:

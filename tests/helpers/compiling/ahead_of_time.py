@@ -93,6 +93,7 @@ FACTORS = {  # by form: bias, output_scales and token_scales; alignments of slic
 CASES = {  # layer, (tokens, active slots), segment size of csgmv, forms
     ("triton", "bf16"): [
         (QKV, (1, 1), None, ("linear", "beside")),  # row by row, without a matrix product
+        (QKV[:2] + (8,), (64, 64), None, ("linear",)),  # the same, 8 ranks a row
         (ODD, (1, 1), None, ALL),
         (NARROW, (2048, 8), None, ("linear",)),
         (PRIME, (16, 8), None, ("beside",)),
