@@ -15,6 +15,7 @@ from lora_backends.sgmv.tiles.sizes import (
     ShrinkTiles,
     TileConfig,
     padded_rank,
+    row_ranks,
 )
 from lora_backends.sgmv.tiles.source import TileSource
 
@@ -109,7 +110,7 @@ def count_expand(pieces: Sequence[Piece], layer: Layer, tiles: ExpandTiles) -> L
         for rank, outputs in zip(layer.ranks[piece.slot], layer.output_slices, strict=True):
             lanes = -(-rank // tiles.block_r) * tiles.block_r
             if tiles.num_stages == 0:
-                lanes = padded_rank(layer.max_rank)
+                lanes = row_ranks(layer.max_rank)
             elif piece.places <= NARROW_TOKENS and 0 < rank <= MIN_DOT:
                 lanes = MIN_DOT
             full, rest = divmod(outputs, width)

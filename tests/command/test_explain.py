@@ -117,18 +117,20 @@ def test_padded_ranks_and_empty_places_are_counted():
     assert shrink.products.wasted == 1 - 0.5 * 0.25
 
 
-def test_kernels_without_a_matrix_product_compute_no_empty_places():
+@pytest.mark.parametrize("max_rank, lanes", [(64, 64), (16, 16), (8, 8), (5, 8)])
+def test_kernels_without_a_matrix_product_compute_no_empty_places(max_rank, lanes):
     from lora_backends.sgmv.explain import Cut, explanation
     from lora_backends.sgmv.tiles.sizes import ExpandTiles, ShrinkTiles, TileConfig
     from lora_backends.sgmv.tiles.source import fixed_source
 
-    batch, layer = LoRABatch([0, 0, 0], 1), Layer(512, (256,), ((8,),), 64)
+    batch, rank = LoRABatch([0, 0, 0], 1), min(8, max_rank)
+    layer = Layer(512, (256,), ((rank,),), max_rank)
     tiles = TileConfig(ShrinkTiles(16, 256, 2, warps_k=0), ExpandTiles(64, 16, num_stages=0))
     cut = Cut("tile", (Piece(0, (0, 1, 2), 16),), 16, 1)
     found = explanation("triton", batch, layer, cut, fixed_source(16, tiles), "", "")
     shrink, expand = found.launches
     assert shrink.rows.wasted == expand.rows.wasted == 0
-    assert expand.ranks == Share(4 * 8, 4 * 64)
+    assert expand.ranks == Share(4 * rank, 4 * lanes)
     assert found.facts[1].count("token by token") == 2
 
 

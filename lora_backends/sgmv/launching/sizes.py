@@ -13,6 +13,7 @@ from lora_backends.sgmv.tiles.sizes import (
     ShrinkTiles,
     padded_rank,
     power_of_two,
+    row_ranks,
 )
 
 
@@ -59,7 +60,7 @@ def expand_sizes(
         SPLIT_K=planes,
         PLANES=power_of_two(planes),
         RANK_PAD=padded_rank(max_rank),
-        ROW_RANKS=max(8, power_of_two(max_rank)),
+        ROW_RANKS=row_ranks(max_rank),
         BLOCK_C=tiles.block_c,
         BLOCK_R=tiles.block_r,
         CHUNKS=tiles.chunks,

@@ -120,9 +120,14 @@ def padded_rank(max_rank: int) -> int:
     return max(MIN_DOT, power_of_two(max_rank))
 
 
+def row_ranks(max_rank: int) -> int:
+    """Return the ranks of a row of B as a kernel without a matrix product loads it."""
+    return max(8, power_of_two(max_rank))
+
+
 def has_whole_rows(max_rank: int) -> bool:
     """Return whether rows of B keep all threads of a kernel without a matrix product busy."""
-    return max_rank == max(8, power_of_two(max_rank))
+    return max_rank == row_ranks(max_rank)
 
 
 def parts(in_features: int, block_k: int, most: int) -> int:
