@@ -142,7 +142,7 @@ def blend_expand_kernel(
         stride_c=b_stride_c, scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
     )  # fmt: skip
     s, first, end = columns_of(program, SIZES)
-    if HOW == "row":  # one tile, or none: its tables have no tokens then, so no wait for a number
+    if HOW == "row":  # the batch has one tile at most; tables without a tile hold no token
         end_row = row + 1
     else:
         end_row = tl.load(num_tiles_ptr)

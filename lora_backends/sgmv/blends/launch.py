@@ -247,15 +247,16 @@ def choose_blend_tiles(
         batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots))
     stacked = replace(layer, num_slices=layer.num_slices * shape.entries)
     expand = choose_sizes(batch, layer, storage, rules, "linear")[1]
-    if shape.pairs:
-        shrink = choose_sizes(shape.pairs, layer, storage, options, "linear")[0]
-    else:
+    pairs = shape.pairs
+    is_row = pairs is not None and expand.num_stages == 0 and batch.active_slots == 1
+    if pairs is None:
         shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
+    else:
+        if is_row:  # each pair is alone with its slot, as the token of one adapter is
+            pairs = replace(pairs, num_tokens=1, active_slots=1)
+        shrink = choose_sizes(pairs, layer, storage, options, "linear")[0]
     split = partial(_split, layer)
-    if expand.num_stages == 0 and batch.active_slots == 1 and shape.pairs:
-        # the entries' pairs are as alone as the token, so their shrink is that of one adapter
-        one = replace(shape.pairs, num_tokens=1, active_slots=1)
-        shrink = choose_sizes(one, layer, storage, options, "linear")[0]
+    if is_row:
         if rank > 2 * MAX_BLOCK_R:  # planes of so many ranks slow the expand
             shrink = split(shrink, shrink.split_k // 2)
         # a program keeps B of all entries, and all planes of h, in registers
@@ -279,8 +280,8 @@ def choose_blend_tiles(
     else:
         shrink = split(shrink, _planes(shrink.split_k, batch, shape, rank_pad, is_long))
     if shape.merged or not shape.folds:
-        pairs = batch.tile_tokens * shape.width
-        if storage.kind or rank_pad > MAX_BLOCK_R or pairs * block_r > MOST_H_VALUES // 2:
+        h_values = batch.tile_tokens * shape.width * block_r
+        if storage.kind or rank_pad > MAX_BLOCK_R or h_values > MOST_H_VALUES // 2:
             if batch.tile_tokens == 64:  # else it would spill
                 expand = replace(expand, chunks=1, num_warps=8)
             return BlendTiles(shrink, replace(expand, num_stages=1), "each", sums=sums)

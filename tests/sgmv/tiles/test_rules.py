@@ -232,7 +232,7 @@ def test_layers_with_few_inputs_sum_in_one_order_whatever_small_batch_a_graph_ha
         assert len(orders) == 1
 
 
-@pytest.mark.parametrize("rank", [8, 16, 64, 128])
+@pytest.mark.parametrize("rank", [4, 8, 12, 16, 64, 128])
 def test_tokens_alone_with_their_slot_take_no_matrix_product(rank):
     def without(tokens, active, item_bytes=2):
         tiles = choose_tiles(
@@ -240,10 +240,10 @@ def test_tokens_alone_with_their_slot_take_no_matrix_product(rank):
         )
         return tiles.shrink.warps_k == 0, tiles.expand.num_stages == 0
 
-    narrow = 16 <= rank <= MAX_BLOCK_R
-    assert without(1, 1) == (narrow, narrow)
-    assert without(4, 4) == without(7, 4) == (False, narrow)
-    assert without(64, 64) == (False, rank == 16)
+    whole = rank in (8, 16, 32, 64)  # rows of B that no mask cuts
+    assert without(1, 1) == (whole, whole)
+    assert without(4, 4) == without(7, 4) == (False, whole)
+    assert without(64, 64) == (False, rank in (8, 16))
     for tokens, active, item_bytes in (
         (2, 1, 2),
         (16, 8, 2),
