@@ -441,6 +441,27 @@ def test_one_token_gets_the_sum_of_its_adapters(device, n, rank, dtype, biased, 
         agree(y, wanted, base, dtype)
 
 
+def test_one_token_asks_for_the_sizes_of_one_shrink(device):
+    """Tuning at first use searches for as long as 20 seconds each time that it is asked."""
+    asked, source = [], fixed_source(16, ROW_BY_ROW)
+
+    def choose(batch, layer):
+        asked.append((batch.num_tokens, batch.active_slots))
+        return source.choose_tiles(batch, layer)
+
+    backend = make_engine("triton", device, tiles=replace(source, choose_tiles=choose))
+    weights = LoRAWeights(
+        lora_a=rows(2 * 16, 2048, device, torch.bfloat16).reshape(2, 1, 16, 2048) / 64,
+        lora_b=rows(2 * 40, 16, device, torch.bfloat16).reshape(2, 40, 16),
+        ranks=torch.full((2, 1), 16),
+        scalings=torch.ones(2, 1),
+        output_slices=(40,),
+    )
+    x = rows(1, 2048, device, torch.bfloat16)
+    backend.run_linear(x, weights, backend.prepare_batch(LoRABatch([[0, 1]], 2)))
+    assert asked == [(1, 1)]
+
+
 def test_planes_of_a_long_shrink_of_many_ranks_are_added_up_before_the_expand(device, monkeypatch):
     backend, slots, inputs, tokens = make_engine("triton", device), 4, 8224, 16
     weights = LoRAWeights(
