@@ -59,7 +59,7 @@ MOST_H_VALUES = 16384
 many in registers."""
 
 MOST_ROW_VALUES = 2048
-"""The most values of h, in all planes, beside which a program for one token has over 32 columns."""
+"""Values of h, in all planes, above which a program for one token takes at most 32 columns."""
 
 LONG_INPUT = 8192
 """in_features above which a shrink of many ranks takes longer than the expand."""
@@ -304,7 +304,7 @@ def _split(layer: LayerShape, shrink: ShrinkTiles, most: int) -> ShrinkTiles:
 
 
 def _planes(planes: int, batch: BatchShape, shape: BlendShape, rank_pad: int, long: bool) -> int:
-    """Return the planes of h, of so many as suit the shrink, that the expand adds up itself."""
+    """Return how many of the shrink's planes of h there are if the expand itself adds them up."""
     if not shape.pairs:
         most = max(4, MOST_H_VALUES // (batch.tile_tokens * shape.entries * rank_pad))
     elif rank_pad > MIN_DOT:

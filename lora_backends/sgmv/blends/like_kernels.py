@@ -243,7 +243,7 @@ def add_row(
 ):  # fmt: skip
     """Add one block of columns of one token as `add_rows`; h of all its adapters is one load.
 
-    V: the ranks of its adapters, stacked as if they were one of a higher rank.
+    V: the ranks of its adapters, stacked: they act as one adapter of a higher rank.
     """
     C: tl.constexpr = S.BLOCK_C
     R: tl.constexpr = S.ROW_RANKS
@@ -256,7 +256,7 @@ def add_row(
     ranks_at = tile.ranks + tl.maximum(slot, 0) * S.NUM_SLICES
     rank = tl.load(ranks_at, mask=slot >= 0, other=0)
     block = tl.reshape(_load_rows_of_b(tile, b, slot, rank, c, r, S), (C, V))
-    # the same for each rank [V]: loaded again, as a layout of its own costs less than a change
+    # the same, once per rank [V]: a second load costs less than a change of layout
     slot_of = tl.load(tile.slots + v // R).to(tl.int64)
     slot_at = tl.maximum(slot_of, 0) * S.NUM_SLICES
     used = v % R < tl.load(tile.ranks + slot_at, mask=slot_of >= 0, other=0)
