@@ -447,7 +447,7 @@ def expand_arguments(
     numbers = (
         h.shape[2],
         *h.stride()[1:3],
-        *located.strides,
+        *located.byte_strides,
         y.stride(0),
         0 if bias is None else bias.stride(0),
         0 if scales is None else scales.stride(0),

@@ -15,7 +15,7 @@ from lora_backends.sgmv.blends.like_kernels import add_row, add_rows, add_tma, a
 from lora_backends.sgmv.blends.tile_kernels import BlendTile, positions_of
 from lora_backends.sgmv.blends.unlike_kernels import add_each, add_entries
 from lora_backends.sgmv.kernels.blocks import wait_for_h
-from lora_backends.sgmv.kernels.indexing import columns_of, row_and_program
+from lora_backends.sgmv.kernels.indexing import columns_of, in_elements, row_and_program
 from lora_backends.sgmv.kernels.operands import AStack, BStack, Input, Rows, StackedRows
 from lora_backends.sgmv.kernels.prefetch import prefetch_block
 from lora_backends.sgmv.kernels.shrink import shrink_block
@@ -138,8 +138,9 @@ def blend_expand_kernel(
     """
     row, program = row_and_program(PROGRAMS)
     b = BStack(
-        ptr=b_ptr, slices=b_slices_ptr, scales=b_scales_ptr, stride_l=b_stride_l,
-        stride_c=b_stride_c, scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
+        ptr=b_ptr, slices=b_slices_ptr, scales=b_scales_ptr,
+        stride_l=in_elements(b_stride_l, b_ptr), stride_c=in_elements(b_stride_c, b_ptr),
+        scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
     )  # fmt: skip
     s, first, end = columns_of(program, SIZES)
     if HOW == "row":  # the batch has one tile at most; tables without a tile hold no token

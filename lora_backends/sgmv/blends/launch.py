@@ -189,7 +189,7 @@ def add(
     numbers_of_b = (
         h_rows,
         *h.stride()[1:3],
-        *b.strides,
+        *b.byte_strides,
         y.stride(0),
         0 if bias is None else bias.stride(0),
         *((0, 0) if b_scales is None else b_scales.stride()[:2]),

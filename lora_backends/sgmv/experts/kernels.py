@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lora_backends.sgmv.experts.expand import expand_general, expand_single
 from lora_backends.sgmv.experts.routing_kernels import RECORD
 from lora_backends.sgmv.kernels.expand import expand_columns, expand_tma
-from lora_backends.sgmv.kernels.indexing import columns_of, group_of, in_groups
+from lora_backends.sgmv.kernels.indexing import columns_of, group_of, in_elements, in_groups
 from lora_backends.sgmv.kernels.operands import ARows, RowsOfY, Tile
 from lora_backends.sgmv.kernels.products import rounded
 from lora_backends.sgmv.kernels.shrink import partial_sums, row_sums, scale_of_rows
@@ -200,6 +200,8 @@ def expand_kernel(
     WIDTH: tl.constexpr = NUM_A * SIZES.RANK_PAD
     plane = h_rows.to(tl.int64) * WIDTH
     h_slice = h_ptr + s * SIZES.RANK_PAD
+    b_stride_l, b_stride_e = in_elements(b_stride_l, b_ptr), in_elements(b_stride_e, b_ptr)
+    b_stride_c = in_elements(b_stride_c, b_ptr)
     b = b_ptr + slot * b_stride_l + expert * b_stride_e
     scales = b_scales_ptr + slot * b_scales_stride_l + expert * b_scales_stride_e
     if SITE.ROWS == 1:  # a pair alone has no axis T

@@ -193,7 +193,8 @@ def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.
     b, sizes, tma = call.weights.lora_b, both.expand.sizes, None
     if sizes.STAGES > 1:
         tma = descriptor(_located(b), b.shape[3], sizes.BLOCK_C, sizes.BLOCK_R)
-    strides = (*strides_of(b, 3), *strides_of(scales, 3), *to.stride()[:2])
+    in_bytes = [b.element_size() * stride for stride in strides_of(b, 3)]
+    strides = (*in_bytes, *strides_of(scales, 3), *to.stride()[:2])
     strides += (*strides_of(ranks, 2), *strides_of(scalings, 2))
     tiles, rows = tiles_of(routing, parts_of(both.expand))
     tensors = (h, stored_bytes(b), scales, to, ranks, scalings, call.factors, *tiles)

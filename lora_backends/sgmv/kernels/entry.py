@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lora_backends.sgmv.kernels.expand import expand_tile
-from lora_backends.sgmv.kernels.indexing import columns_of, find_rows, row_and_program
+from lora_backends.sgmv.kernels.indexing import columns_of, find_rows, in_elements, row_and_program
 from lora_backends.sgmv.kernels.operands import (
     AStack,
     BStack,
@@ -152,8 +152,9 @@ def expand_kernel(
         return
     h = Intermediate(ptr=h_ptr, rows=h_rows, stride_s=h_stride_s, stride_t=h_stride_t)
     b = BStack(
-        ptr=b_ptr, slices=b_slices_ptr, scales=b_scales_ptr, stride_l=b_stride_l,
-        stride_c=b_stride_c, scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
+        ptr=b_ptr, slices=b_slices_ptr, scales=b_scales_ptr,
+        stride_l=in_elements(b_stride_l, b_ptr), stride_c=in_elements(b_stride_c, b_ptr),
+        scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
     )  # fmt: skip
     y = Output(
         ptr=y_ptr, stride_t=y_stride_t, scalings=scalings_ptr, token_scales=token_scales_ptr,

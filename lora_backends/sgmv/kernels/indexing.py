@@ -74,6 +74,16 @@ def entry(values, t, i):
 
 
 @triton.jit
+def in_elements(stride, ptr):
+    """Return a stride of ptr's elements that is given in bytes.
+
+    Triton compiles for numbers that are multiples of 16. In elements no stride of 8 ranks is one,
+    and each would be loaded alone; in bytes it is, so that loads take 16 bytes.
+    """
+    return stride // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
 def slice_entry(slices_ptr, s, mask, ALIGN: tl.constexpr):
     """Return the entry of slice s in a table of separate tensors, in elements.
 
