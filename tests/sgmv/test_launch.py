@@ -530,3 +530,15 @@ def test_graph_replay_equals_eager_over_changing_compositions(variant):
         graph.replay()
         eager = backend.run_linear(x, weights, plan, base.clone())
         assert torch.equal(y, eager)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_strides_of_8_ranks_are_multiples_of_16_as_triton_needs_for_loads_of_16_bytes(apart):
+    b = torch.zeros(3, 6, 8, dtype=torch.bfloat16)
+    slices = (b[:, :4].clone(),) if apart else b
+    weights = LoRAWeights(
+        lora_a=None, lora_b=slices, ranks=torch.ones(3, 1, dtype=torch.int32),
+        scalings=torch.ones(3, 1),
+        output_slices=(4,) if apart else (6,),
+    )  # fmt: skip
+    assert launch.stacks_of(weights).b.byte_strides == ((64, 16) if apart else (96, 16))
