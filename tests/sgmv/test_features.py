@@ -429,7 +429,8 @@ def test_one_token_gets_the_sum_of_its_adapters(device, n, rank, dtype, biased, 
 
     monkeypatch.setattr(SpecializedKernel, "launch", record)
     plan = backend.prepare_batch(LoRABatch([[-1] * n], slots), capacity=1)
-    for chosen in ([1, 2, 3, 5][:n], [3, -1, 4, -1][:n], [0, 5, -1, 2][:n], [-1] * n):
+    some = [3, -1, 4, -1][:n], [0, 5, -1, 2][:n], [5, -1, -1, -1][:n]
+    for chosen in ([1, 2, 3, 5][:n], *some, [-1] * n):
         batch = LoRABatch([chosen], slots, torch.rand(1, n))
         x, base = rows(1, inputs, device, dtype), torch.randn(1, 88, device=device)
         launched.clear()

@@ -277,7 +277,7 @@ def choose_cut(batch: LoRABatch, ordered: SortedTokens, tile_tokens: Any) -> Cut
     # ENTRIES few tokens share a tile. From 4 tokens a set and adapter on, tiles of one set are as
     # fast on an H200, and their adapters share a product.
     reads = (2 if used <= ENTRIES else 4) * used
-    if tokens < 4 * adapters * sets and sets * adapters > reads:
+    if sets > 1 and tokens < 4 * adapters * sets and sets * adapters > reads:
         return Cut(16, max(ENTRIES, width), merged=True, by_pair=True)
     size = tile_tokens(batch.num_tokens, sets)
     if tokens > 512 and tokens >= 32 * sets:  # fills at least half of a tile of 64
