@@ -30,12 +30,12 @@ _SHARED_BYTES = 96 * 1024  # for the loads of a shrink in flight
 _SHARED_BYTES_OF_8 = 75 * 1024  # the same for 8-bit stacks in tiles of 16: three programs fit
 _FEW_TILES = 16  # so few that programs wait for loads that follow each other, not for bytes
 _MANY_TILES = 200  # from this number of blocks on, a shrink needs no split
-# Pairs per key below which the expand runs pair by pair, without a matrix product, by padded rank.
+# Pairs per key below which the expand runs pair by pair, without a matrix product.
 # Pairs of one key then read its B once each, the first from memory and the others from L2.
 _ALONE = 1.13  # for other ranks, and for the shrink: nearly every pair has its key to itself
 _MOST_ALONE = 16  # pairs that a key may have where nothing is sorted
-_SHARING = {16: 1.8}  # for 16 bits where no load of B is masked
-_SHARING_OF_8 = {16: 2.6, 32: 1.8, 64: 1.35}
+_SHARING = {8: 2.6, 16: 1.8}  # for 16 bits, by max_rank: no load of B is masked
+_SHARING_OF_8 = {16: 2.6, 32: 1.8, 64: 1.35}  # by padded rank
 _SHARING_OF_8_FEW = 5.0  # for 8 bits of rank 16 and fewer than _FEW_PAIRS
 _FEW_PAIRS = 100
 _SHRINK_SHARING_OF_8 = 2.0  # for the shrink of 8 bits, at rank 16
@@ -175,8 +175,7 @@ def _common_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu) -> SiteTiles:
     rank_pad, few = padded_rank(site.max_rank), tiles <= _FEW_TILES
     shrink_rows = max(MIN_DOT, min(64, pairs.tile))
     expand_rows = max(MIN_DOT, min(32 if rank_pad <= 32 else 64, pairs.tile))
-    whole = site.item_bytes < 4 and has_whole_rows(site.max_rank)
-    sharing = _SHARING.get(rank_pad, _ALONE) if whole else _ALONE
+    sharing = _ALONE if site.item_bytes == 4 else _SHARING.get(site.max_rank, _ALONE)
     if rank_pad <= _MOST_SINGLE_RANKS and pairs.each < sharing:
         expand_rows = 1
     shrink = _shrink(tiles, pairs, site, shrink_rows)
