@@ -40,6 +40,7 @@ from lora_backends.sgmv.tiles.sizes import (
     ShrinkTiles,
     TileConfig,
     column_programs,
+    h_width,
     padded_rank,
 )
 from lora_backends.sgmv.tiles.source import TileSource
@@ -94,6 +95,7 @@ class Stacks(NamedTuple):
 
     a: Located | None
     b: Located | None
+    b_strides: tuple[int, ...]  # in bytes, see `in_elements`
     ranks: Tensor  # contiguous
     scalings: Tensor  # contiguous
     bias: Tensor | None
@@ -101,6 +103,7 @@ class Stacks(NamedTuple):
     a_scales: Tensor | None
     b_scales: Tensor | None
     max_rank: int
+    h_width: int  # values of a row of h between both kernels
     in_features: int
     aligns: tuple[int, int]  # of the tables of A and B in elements; 0 where no table is read
     tma: bool  # whether B can be loaded through TMA
@@ -127,6 +130,7 @@ def _stacks(weights: LoRAWeights) -> Stacks:
     return Stacks(
         a,
         b,
+        () if b is None else tuple(b.base.element_size() * stride for stride in b.strides),
         weights.ranks,
         weights.scalings,
         weights.bias,
@@ -134,6 +138,7 @@ def _stacks(weights: LoRAWeights) -> Stacks:
         weights.a_scales,
         weights.b_scales,
         weights.max_rank,
+        h_width(weights.max_rank),
         weights.in_features,
         (0 if a is None else a.alignment, 0 if b is None else b.alignment),
         tma,
@@ -447,7 +452,7 @@ def expand_arguments(
     numbers = (
         h.shape[2],
         *h.stride()[1:3],
-        *located.byte_strides,
+        *weights.b_strides,
         y.stride(0),
         0 if bias is None else bias.stride(0),
         0 if scales is None else scales.stride(0),

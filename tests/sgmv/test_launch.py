@@ -541,4 +541,4 @@ def test_strides_of_8_ranks_are_multiples_of_16_as_triton_needs_for_loads_of_16_
         scalings=torch.ones(3, 1),
         output_slices=(4,) if apart else (6,),
     )  # fmt: skip
-    assert launch.stacks_of(weights).b.byte_strides == ((64, 16) if apart else (96, 16))
+    assert launch.stacks_of(weights).b_strides == ((64, 16) if apart else (96, 16))

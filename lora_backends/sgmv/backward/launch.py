@@ -118,7 +118,9 @@ def _dh_arguments(
         planes,
     )
     scale_strides = (0, 0) if stacks.b_scales is None else scales.stride()[:2]
-    return Arguments(tensors, (), (grad.shape[0], grad.stride(0), *b.byte_strides, *scale_strides))
+    return Arguments(
+        tensors, (), (grad.shape[0], grad.stride(0), *stacks.b_strides, *scale_strides)
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -30,12 +30,6 @@ class Located(NamedTuple):
     alignment: int = 0  # the unit of the table's entries, a power of two; 0: no table is read
     rows: int = 0  # with a table: rows of B's width from the base to the end; 0: not a whole number
 
-    @property
-    def byte_strides(self) -> tuple[int, ...]:
-        """The strides in bytes, as kernels take those of B, see `in_elements`."""
-        size = self.base.element_size()
-        return tuple([size * stride for stride in self.strides])
-
 
 def located_a(weights: LoRAWeights) -> Located:
     """Return where A lies."""
