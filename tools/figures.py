@@ -28,8 +28,6 @@ PHASES: dict[str, Callable[[int], bool]] = {
     "decode": lambda tokens: tokens <= 256,
     "prefill": lambda tokens: tokens > 256,
 }
-LAUNCHES = 2 * 0.96e-6 * 4.27e12
-"""Bytes that a copy moves in the time of the limit's two launches."""
 BEST_PEER = "best peer, cell by cell"
 Cell = dict[str, Any]
 
@@ -78,17 +76,6 @@ def sweep_ratios() -> list[float]:
     """Return the time of csgmv over that of triton in every cell of the sweep, sorted."""
     cells = [cell["results"] for cell in result("h200_sweep")["rows"]]
     return sorted(cell["csgmv"]["us"] / cell["triton"]["us"] for cell in cells)
-
-
-def ratio_of_limits(adapters: int) -> float:
-    """Return the limit of adapters of rank 8 in a stack of width 64 over that of width 8.
-
-    The layer of `mixed_ranks`, 4096 to 4096, 64 tokens, bfloat16. In the wide stack memory moves
-    64 bytes of B for every 16.
-    """
-    half = 2 * 8 * 4096 * adapters  # bytes of A, and of B
-    activations = 2 * 64 * 4096 * 3
-    return (half + 4 * half + activations + LAUNCHES) / (2 * half + activations + LAUNCHES)
 
 
 def smollm2_ratios() -> dict[str, float]:

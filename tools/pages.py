@@ -44,7 +44,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decode-step-cpu": summaries.decode_step_on_a_cpu,
     "decode-step-h200": summaries.decode_step_on_the_h200,
     "host-time": summaries.host_time,
-    "wide-stacks": summaries.wide_stacks,
     "vllm-steps": summaries.vllm_steps,
     "vllm-models": summaries.vllm_models,
     "sglang-steps": summaries.sglang_steps,

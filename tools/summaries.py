@@ -165,17 +165,6 @@ def host_time() -> str:
     return table(["", ">`run_linear`", ">`prepare_batch`", ">refill"], rows)
 
 
-def wide_stacks() -> str:
-    """Return the cost of adapters of rank 8 in a stack of width 64, over a stack of width 8."""
-    rows = []
-    for backend in figures.RESULTS:
-        ratios = [row["ratio"] for row in figures.result(f"h200_{backend}")["mixed_ranks"]]
-        rows.append([f"`{backend}`", *(f"{ratio:.2f}" for ratio in ratios)])
-    limits = [figures.ratio_of_limits(adapters) for adapters in (8, 64)]
-    rows.append(["limit", *(f"{ratio:.2f}" for ratio in limits)])
-    return table(["", ">8 adapters", ">64 adapters"], rows)
-
-
 def csgmv_over_triton() -> str:
     """Return how the two GPU backends compare, phase by phase and over the sweep."""
     ratios = {
