@@ -381,7 +381,8 @@ def test_few_tiles_of_short_inputs_are_shrunk_pair_by_pair(pairs, site, rows):
         ((128, 58, 16), WIDE_UP, (256, 4)),
         ((512, 252, 16), DOWN, (128, 4)),
         ((32, 27, 16), WIDE_UP, (512, 1)),  # slower in blocks, and so at ranks that need a mask:
-        ((128, 58, 16), dataclasses.replace(WIDE_UP, max_rank=8), (128, 4)),
+        ((128, 58, 16), dataclasses.replace(WIDE_UP, max_rank=12), (128, 4)),
+        ((128, 58, 16), dataclasses.replace(WIDE_UP, max_rank=8), (512, 1)),  # pair by pair
     ],
 )
 def test_many_columns_are_expanded_in_blocks_that_load_ahead(pairs, site, blocks):
