@@ -370,10 +370,10 @@ def gather_kernel(
 def shrink(
     x: Tensor, weights: Stacks, plan: SgmvPlan, h: Tensor, rows: int, kernel: SpecializedKernel
 ) -> Launched:
-    """Write the planes of h, [planes, num_slices, rows of h, max_rank] float32, contiguous.
+    """Write the planes of h, [planes, num_slices, rows of h, width] float32, contiguous.
 
-    Nothing is written for tokens without an adapter; beyond a rank, at most zeros up to the end of
-    its group of 8.
+    The width is `h_width` or max_rank. Nothing is written for tokens without an adapter; beyond a
+    rank, at most zeros up to the end of its group of 8.
     """
     arguments = shrink_arguments(x, weights, plan.tables(), h)
     kernel.launch(rows, arguments)
@@ -401,7 +401,7 @@ def gather(
     rows: int,
     kernel: SpecializedKernel,
 ) -> Launched:
-    """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
+    """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, width] float32."""
     # those of a shrink but for the width of x, its stride and the rows of h
     tensors, _, (_, _, *strides, _, h_stride_s, h_stride_t) = shrink_arguments(
         token_ids, weights, plan.tables(), h
