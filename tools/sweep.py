@@ -145,7 +145,7 @@ def peft(kinds: Collection[str]) -> list[str]:
 
 def _wrong(found: Mapping[str, Any]) -> list[str]:
     """Return the names of a result's rows that are not equal."""
-    return [row["name"] for row in found["rows"] if row.get("worst", 0.0) > found["bound"]]
+    return [row["name"] for row in found["rows"] if not row.get("worst", 0.0) <= found["bound"]]
 
 
 def main() -> None:

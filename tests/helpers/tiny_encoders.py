@@ -158,11 +158,11 @@ def compared(name, saved):
     encoder.detach()
     every = [*adapters_of(name), None]
     alone = {each: results(by_peft(name, saved, each), name) for each in every}
-    worst, effect = 0.0, float("inf")
+    differences, effects = [], []
     for row, adapter in enumerate(rows_of(name)):
         scale = max(1.0, float(abs(alone[adapter][row]).max()))
         for each, wanted in alone.items():
             apart = float(abs(found[row] - wanted[row]).max()) / scale
-            worst = max(worst, apart) if each == adapter else worst
-            effect = effect if each == adapter else min(effect, apart)
-    return worst, effect
+            (differences if each == adapter else effects).append(apart)
+    # unlike `max` and `min` these keep a NaN
+    return float(np.max(differences)), float(np.min(effects))

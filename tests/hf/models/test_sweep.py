@@ -92,6 +92,21 @@ def test_a_wrong_row_fails_the_sweep(monkeypatch):
     assert sweep.run("GPT2") > 20 * sweep.BOUND
 
 
+def test_a_nan_fails_the_sweep(monkeypatch):
+    real = sweep.MultiLoRAModel.__call__
+
+    def broken(self, *args, **inputs):
+        output = real(self, *args, **inputs)
+        output.logits[0, 0, 0] = float("nan")
+        return output
+
+    monkeypatch.setattr(sweep.MultiLoRAModel, "__call__", broken)
+    worst = sweep.run("GPT2")
+    script = runpy.run_path(str(RESULT.parents[2] / "tools" / "sweep.py"))
+    rows = [{"name": "GPT2", "worst": worst}, {"name": "T5", "refused": "its rows"}]
+    assert script["_wrong"]({"bound": sweep.BOUND, "rows": rows}) == ["GPT2"]
+
+
 @pytest.fixture
 def sweep_with(monkeypatch):
     """Return a function: which kinds `tools/sweep.py` runs, and how it ends, with arguments."""
