@@ -3,16 +3,22 @@
 from typing import get_args
 
 import pytest
+import torch
 from helpers.compiling.ahead_of_time import (
     BLENDS,
     SHARED_ALONE,
     TARGETS,
     blend_kernels,
     compiled_by_a_process,
+    ptx_of_launch,
 )
 
+from lora_backends import LoRABatch, LoRAWeights
+from lora_backends.sgmv import engine
 from lora_backends.sgmv.blends.launch import How
+from lora_backends.sgmv.launching.kernel import INTERPRETED, SpecializedKernel
 from lora_backends.sgmv.tiles.gpu import H200
+from lora_backends.triton import TritonBackend
 
 KERNELS = {  # by label
     "triton bf16": ("shrink", "expand", "gather"),
@@ -45,3 +51,31 @@ def test_every_way_of_a_blend_is_compiled():
     found = [blend_kernels(dtype, cases, True, H200) for dtype, cases in BLENDS.items()]
     ways = {kernel.constants.get("HOW") for kernels in found for kernel in kernels}
     assert ways == {None, *get_args(How)}  # None: of a shrink
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels cannot be compiled")
+@pytest.mark.parametrize("tokens, slots", [(32, 32), (32, 4)])  # without and with a matrix product
+@pytest.mark.parametrize("rank", [8, 24])
+def test_rows_of_8_ranks_are_loaded_16_bytes_at_a_time(tokens, slots, rank, monkeypatch):
+    """Triton compiles for strides that are multiples of 16: of B in bytes, of h in padded rows."""
+    launched = {}
+    monkeypatch.setattr(
+        SpecializedKernel, "launch", lambda kernel, _, given: launched.update({kernel: given})
+    )
+    monkeypatch.setattr(engine, "INTERPRETED", True)  # no call is stored: nothing was compiled
+    weights = LoRAWeights(
+        lora_a=torch.zeros(slots, 1, rank, 4096, dtype=torch.bfloat16),
+        lora_b=torch.zeros(slots, 512, rank, dtype=torch.bfloat16),
+        ranks=torch.full((slots, 1), rank, dtype=torch.int32),
+        scalings=torch.ones(slots, 1),
+        output_slices=(512,),
+    )
+    backend = TritonBackend("cpu")
+    plan = backend.prepare_batch(LoRABatch(torch.arange(tokens) % slots, slots))
+    backend.run_linear(torch.zeros(tokens, 4096, dtype=torch.bfloat16), weights, plan)
+    _, (expand, given) = launched.items()
+    assert (expand.sizes.STAGES == 0) == (tokens == slots and rank == 8)
+    ptx = ptx_of_launch(expand, given)
+    assert "ld.global.b16" not in ptx
+    # tables of the batch and the layer; h in rows of 8 takes 16 or more beside them
+    assert ptx.count("ld.global.b32") <= 10

@@ -263,6 +263,19 @@ def source_of(variant, target):
     return ASTSource(kernel, signature, named, attributes), options
 
 
+def ptx_of_launch(found, given):
+    """Return the PTX, for sm_90, of a launch with bfloat16 weights and these arguments."""
+    import triton
+
+    source, options = source_of(Variant("", found, "bf16"), target_of("cuda:90"))
+    first = len(given.tensors) + len(given.descriptors)
+    for place, number in enumerate(given.numbers, first):
+        if number % 16:
+            source.attrs.pop((place,), None)
+    compiled = triton.compile(source, target=target_of("cuda:90"), options=options)
+    return compiled.asm["ptx"]
+
+
 def compiled_shared(variant, target):
     """Compile a kernel fully; return the bytes of shared memory that it takes."""
     import triton
