@@ -29,12 +29,7 @@ def check_base(base: object) -> None:
     children = dict(base.named_children())
     kind, problem, to_do = name, "", ""
     inside = [path for path, module in base.named_modules() if _is_of_peft(module)]
-    packed = [
-        (f"{path}.{key}".lstrip("."), parameter)
-        for path, module in base.named_modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and PARAMETRIZED.search(f"{path}.{key}")
-    ]
+    packed = [found for found in base.named_parameters() if PARAMETRIZED.search(found[0])]
     if "_orig_mod" in children:  # the only mark that torch.compile leaves on its module
         problem = "was compiled"
         to_do = "wrap the model first, and compile model.base: see prepare() and using()"
