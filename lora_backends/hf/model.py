@@ -82,7 +82,7 @@ class MultiLoRAModel(ModelAdapters, ModelTraining, ModelWords):
     Raises:
         InvalidInputError: `base` is no model, sizes are out of range, `adapter_dtype` is another
             dtype or does not go with the model's, or an option has the wrong type.
-        UnsupportedInputError: `base` is compiled, a `PeftModel`, holds LoRA of its own, or is
+        UnsupportedInputError: `base` is compiled or a `PeftModel`, holds LoRA of its own, or is
             spread over devices, or over processes otherwise than by `fully_shard`; or 8 bits are
             asked of a backend without them.
         BackendUnavailableError: the backend does not run on the model's device.

@@ -36,11 +36,13 @@ GATHER = "gather the parameters on one process, and save the adapter again with 
 _CONVERT = "convert the adapter to PEFT's format"
 
 PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.[^.]+\.\d+\.lora_[AB]$")
-"""LoRA as a torch parametrization; jina-embeddings-v3's lora_A is [tasks, rank, in_features]."""
+"""Names of LoRA tensors in a torch parametrization, e.g. jina-embeddings-v3's lora_A,
+[tasks, rank, in_features]."""
 BY_TASK = (
-    "save a PEFT adapter per task, whose lora_A.weight and lora_B.weight of a linear layer are "
-    "lora_A[task] and lora_B[task]; of an embedding, their transposes are lora_embedding_A and "
-    "lora_embedding_B. Of jina-embeddings-v3, jinaai/jina-embeddings-v3-hf has PEFT adapters"
+    "save a PEFT adapter per task. For a linear layer lora_A.weight is lora_A[task] and "
+    "lora_B.weight is lora_B[task]; for an embedding lora_embedding_A is lora_A[task].T and "
+    "lora_embedding_B is lora_B[task].T. For jina-embeddings-v3, jinaai/jina-embeddings-v3-hf has "
+    "PEFT adapters"
 )
 
 # For folders without an adapter of PEFT: patterns of file names, the kind of weights, the remedy.
@@ -153,10 +155,10 @@ def no_config(folder: Path) -> InvalidInputError:
 
 
 def _packed_tasks(path: Path) -> str:
-    """Return the tasks that jina-embeddings-v3's own config.json names, or ""."""
+    """Return the tasks in a config.json like that of jina-embeddings-v3, or ""."""
     try:
         tasks = json.loads(read_text(path)).get("lora_adaptations")
-    except (InvalidInputError, ValueError, RecursionError, AttributeError):  # it is no such file
+    except (InvalidInputError, ValueError, RecursionError, AttributeError):  # no JSON object
         return ""
     return shown(tasks, 300) if tasks else ""
 

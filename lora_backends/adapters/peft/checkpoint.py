@@ -325,10 +325,10 @@ def read_tensors(folder: Path, limits: LoadLimits) -> tuple[Path, dict[str, Tens
 
 
 def _refuse_parametrized(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse LoRA as torch parametrizations, where one tensor may hold that of many tasks."""
+    """Refuse LoRA stored as torch parametrizations: one tensor may hold many tasks."""
     found = [k for k in tensors if len(k) <= LONGEST_NAME and PARAMETRIZED.search(k)]
     if found:
-        what = "its LoRA is stored as torch parametrizations, of all tasks in one tensor"
+        what = "its LoRA is stored as torch parametrizations, where one tensor may hold many tasks"
         given = [f"tensor {described(key, tensors[key])}" for key in found[:2]]
         given += [f"... and {len(found) - 2} more"] * (len(found) > 2)
         allowed = "one adapter, as PEFT's save_pretrained writes it"

@@ -54,5 +54,5 @@ class Attention:
                 f"the model has attention {self._own!r}, which continuous batching replaces from "
                 f"start() to stop(); no other call can run meanwhile\n"
                 f"  to do: add a request, stop() the manager, or load the model with "
-                f"attn_implementation='sdpa', if it has one: transformers>=5.19 keeps it"
+                f"attn_implementation='sdpa', if it supports that: transformers>=5.19 keeps it"
             )

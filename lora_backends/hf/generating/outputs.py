@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-# it ends one request with an error; without it a failed pass ends in an AttributeError
+# It ends one request with an error. Without it, a failed pass would raise an AttributeError.
 if not hasattr(OutputRouter, "fail_and_deliver"):
     raise ImportError("OutputRouter has no fail_and_deliver, which Transformers 5.17 added")
 

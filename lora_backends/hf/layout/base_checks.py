@@ -42,10 +42,10 @@ def check_base(base: object) -> None:
     elif packed:
         (key, parameter), others = packed[0], len(packed) - 1
         kind = f"{name} with {key} {list(parameter.shape)} and {others} other such tensors"
-        problem = "holds LoRA as torch parametrizations, which rows cannot choose"
+        problem = "holds LoRA as torch parametrizations, which cannot differ per row"
         to_do = (
-            f"{BY_TASK}. For other models, then call torch.nn.utils.parametrize."
-            f'remove_parametrizations(layer, "weight", leave_parametrized=False) for each layer'
+            f"{BY_TASK}. With another model, then call torch.nn.utils.parametrize."
+            f'remove_parametrizations(layer, "weight", leave_parametrized=False) on each layer'
         )
     elif isinstance(base, nn.DataParallel | nn.parallel.DistributedDataParallel):
         problem, to_do = "is wrapped for parallel training", "pass base.module"

@@ -131,8 +131,8 @@ def check_start(
     `MultiheadAttention`: PEFT's change of a weight acts there, and its LoRA does not.
 
     Raises:
-        UnsupportedInputError: the weight is quantised or a parametrization's, so the start is a
-            part of other weights, or its module is unreached.
+        UnsupportedInputError: the weight is quantised or parametrized, so the start is a part of
+            other weights, or its module is unreached.
     """
     for path, delta in checkpoint.modules.items():
         if delta.init is None or path not in sites:
@@ -146,7 +146,7 @@ def check_start(
         if is_parametrized(sites[path].module, "weight"):
             raise UnsupportedInputError(
                 f"{checkpoint.folder} has init_lora_weights = {delta.init!r} for {path}, whose "
-                f"base weight torch computes in each pass (parametrize), so that PEFT changes none"
+                f"base weight torch computes in each pass (parametrize), so PEFT's change is lost"
                 f"\n  to do: save the adapter with path_initial_model_for_weight_conversion"
             )
         if path in unreached:

@@ -10,15 +10,16 @@ import numpy.typing as npt
 from lora_backends.errors import InvalidInputError
 
 SHORT = 512
-"""Smaller batches look up every row; larger ones, prefills, only the first of each run."""
+"""Rows below which each row's id is looked up. Larger batches are prefills: there only the first
+row of each run of equal ids is."""
 
 
 def slots_of(ids: Sequence[int], slot_of: Mapping[int, int]) -> npt.NDArray[np.int64]:
     """Return the slot of each row, [rows] int64.
 
     Args:
-        ids: of the rows' adapters; 0: none.
-        slot_of: slot by id; 0 has `NO_ADAPTER`.
+        ids: the adapter id of each row; 0: no adapter.
+        slot_of: the slot of each id; that of 0 is `NO_ADAPTER`.
 
     Raises:
         InvalidInputError: an id has no slot.
@@ -26,7 +27,7 @@ def slots_of(ids: Sequence[int], slot_of: Mapping[int, int]) -> npt.NDArray[np.i
     try:
         if len(ids) < SHORT:
             return np.fromiter(map(slot_of.__getitem__, ids), np.int64, len(ids))
-        # a prompt's tokens have equal ids: runs
+        # the tokens of a prompt are a run of equal ids
         every = np.fromiter(ids, np.int64, len(ids))
         firsts = np.flatnonzero(np.diff(every, prepend=every[0] - 1))
         slots = [slot_of[id_] for id_ in every[firsts].tolist()]

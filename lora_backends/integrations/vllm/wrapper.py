@@ -125,7 +125,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         tokens = sampled = LoRABatch(slots_of(mapping.index_mapping, slot_of), num_slots)
         if mapping.prompt_mapping != mapping.index_mapping:  # equal while all requests decode
             sampled = LoRABatch(slots_of(mapping.prompt_mapping, slot_of), num_slots)
-        # every row has a slot: from here on the batch is taken
+        # only now: an id without a slot leaves the last batch as it was
         self.is_prefill = mapping.is_prefill
         self.tokens.set_batch(tokens)
         self.sampled.set_batch(sampled)

@@ -143,7 +143,7 @@ def blend_expand_kernel(
         scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
     )  # fmt: skip
     s, first, end = columns_of(program, SIZES)
-    if HOW == "row":  # the batch has one tile at most; tables without a tile hold no token
+    if HOW == "row":  # at most one tile; if there is none, its table of tokens is empty
         end_row = row + 1
     else:
         end_row = tl.load(num_tiles_ptr)

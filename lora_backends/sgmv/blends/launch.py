@@ -252,7 +252,7 @@ def choose_blend_tiles(
     if pairs is None:
         shrink = choose_sizes(batch, stacked, storage, rules, "linear")[0]
     else:
-        if is_row:  # each pair is alone with its slot, as the token of one adapter is
+        if is_row:  # each pair has a slot to itself, as one token of one adapter has
             pairs = replace(pairs, num_tokens=1, active_slots=1)
         shrink = choose_sizes(pairs, layer, storage, options, "linear")[0]
     split = partial(_split, layer)
@@ -304,7 +304,7 @@ def _split(layer: LayerShape, shrink: ShrinkTiles, most: int) -> ShrinkTiles:
 
 
 def _planes(planes: int, batch: BatchShape, shape: BlendShape, rank_pad: int, long: bool) -> int:
-    """Return how many of the shrink's planes of h there are if the expand itself adds them up."""
+    """Return the number of planes of h, up to `planes`, if the expand itself adds them up."""
     if not shape.pairs:
         most = max(4, MOST_H_VALUES // (batch.tile_tokens * shape.entries * rank_pad))
     elif rank_pad > MIN_DOT:
@@ -319,13 +319,13 @@ def _planes(planes: int, batch: BatchShape, shape: BlendShape, rank_pad: int, lo
 def _of_entries(batch: BatchShape, layer: LayerShape, shape: BlendShape) -> ExpandTiles:
     """Return the sizes of an expand with a product for each entry."""
     block_r, half = padded_rank(layer.max_rank), 2 if layer.item_bytes == 4 else 1
-    # Few tiles leave registers for all of B, loaded before the wait for h. Beside a long shrink
-    # prefetches of B would slow that, on an H200 by up to 1.4 times.
+    # Few tiles leave registers for all of B, loaded before the wait for h. Prefetches of B instead
+    # would slow a long shrink, on an H200 by up to 1.4 times.
     few = 4 if block_r == MIN_DOT else 1
     if batch.active_slots <= few and shape.entries <= 8:
         most = 64 if batch.active_slots == 1 else 128
         return ExpandTiles(min(most, 32 * MAX_BLOCK_R // block_r) // half, block_r)
-    # several tiles share a multiprocessor: fewer registers, 16 KiB of B or less in flight a load
+    # several tiles share a multiprocessor: fewer registers, loads of B of 16 KiB or less
     stages = 4 if block_r == MIN_DOT else 3
     num_warps = 8 if batch.tile_tokens == 64 else 4
     return ExpandTiles(128 // half, block_r, num_warps=num_warps, num_stages=stages)

@@ -34,7 +34,7 @@ _MANY_TILES = 200  # from this number of blocks on, a shrink needs no split
 # Pairs of one key then read its B once each, the first from memory and the others from L2.
 _ALONE = 1.13  # for other ranks, and for the shrink: nearly every pair has its key to itself
 _MOST_ALONE = 16  # pairs that a key may have where nothing is sorted
-_SHARING = {8: 2.6, 16: 1.8}  # for 16 bits, by max_rank: no load of B is masked
+_SHARING = {8: 2.6, 16: 1.8}  # for 16 bits, by max_rank: these load B without a mask
 _SHARING_OF_8 = {16: 2.6, 32: 1.8, 64: 1.35}  # by padded rank
 _SHARING_OF_8_FEW = 5.0  # for 8 bits of rank 16 and fewer than _FEW_PAIRS
 _FEW_PAIRS = 100

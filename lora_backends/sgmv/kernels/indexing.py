@@ -75,10 +75,10 @@ def entry(values, t, i):
 
 @triton.jit
 def in_elements(stride, ptr):
-    """Return a stride of ptr's elements that is given in bytes.
+    """Return a stride in elements of ptr from one in bytes.
 
-    Triton compiles for numbers that are multiples of 16. In elements no stride of 8 ranks is one,
-    and each would be loaded alone; in bytes it is, so that loads take 16 bytes.
+    Triton specializes on arguments that are multiples of 16. A stride of 8 ranks in 16 bits is 8
+    elements, so each element would be loaded alone; in bytes it is 16, so a load takes 16 bytes.
     """
     return stride // (ptr.dtype.element_ty.primitive_bitwidth // 8)
 

@@ -198,7 +198,7 @@ class ExpandSizes(NamedTuple):
     SPLIT_K: int  # planes of h
     PLANES: int  # the same, rounded up to a power of two
     RANK_PAD: int
-    ROW_RANKS: int  # ranks of a row of B where there is no matrix product
+    ROW_RANKS: int  # ranks per row of B in kernels without a matrix product
     BLOCK_C: int
     BLOCK_R: int
     CHUNKS: int

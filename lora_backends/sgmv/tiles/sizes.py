@@ -121,12 +121,12 @@ def padded_rank(max_rank: int) -> int:
 
 
 def row_ranks(max_rank: int) -> int:
-    """Return the ranks of a row of B as a kernel without a matrix product loads it."""
+    """Return the ranks that a kernel without a matrix product loads per row of B: 8 or more."""
     return max(8, power_of_two(max_rank))
 
 
 def has_whole_rows(max_rank: int) -> bool:
-    """Return whether rows of B keep all threads of a kernel without a matrix product busy."""
+    """Return whether that kernel loads rows of B without a mask, so no thread is idle."""
     return max_rank == row_ranks(max_rank)
 
 
