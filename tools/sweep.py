@@ -6,7 +6,7 @@ optimum-quanto, hqq and compressed-tensors. The file keeps the rows of those tha
 Pipelines of diffusers, and encoders of sentence-transformers, have files of their own.
 
     python tools/sweep.py
-    python tools/sweep.py bases encoders   # these kinds alone: files keep the others
+    python tools/sweep.py bases encoders   # only these kinds: files keep the others
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PIPELINES_METHOD = (
 )
 ENCODERS_RESULT = RESULT.with_name("encoders_sweep.json")
 ENCODERS_METHOD = (
-    "Nine texts in one call of a small random encoder, float32, with one of two adapters or none. "
-    "worst: the largest difference from PEFT with that adapter alone, relative to the text's "
+    "Nine texts in one call of a small random encoder, float32, with one of two or five adapters, "
+    "or none. worst: the largest difference from PEFT with that adapter alone, relative to the text's "
     "largest value where that is over 1; effect: the least difference from another adapter's "
     "result, in the same way."
 )
@@ -92,7 +92,7 @@ def _compare(
     method: str,
     package: str,
     bound: float,
-    cases: Mapping[str, Callable[[], tuple[float, float]]],  # that return worst and effect
+    cases: Mapping[str, Callable[[], tuple[float, float]]],  # each returns worst and effect
 ) -> list[str]:
     found = new_result(method, bound=bound)
     found["versions"] |= versions(package)
@@ -153,7 +153,7 @@ def main() -> None:
     own = {"pipelines": pipelines, "encoders": encoders}
     kinds = (*own, *PEFT_KINDS)
     parser = argparse.ArgumentParser(description=main.__doc__)
-    # a word: Python 3.11 compares a default with the choices
+    # a string: Python 3.11 checks a list default as one choice
     parser.add_argument("kinds", nargs="*", choices=(*kinds, "all"), default="all")
     asked = parser.parse_args().kinds
     asked = kinds if "all" in asked else asked

@@ -54,7 +54,7 @@ def test_lora_as_parametrizations_is_named(prefix, shape, write_adapter):
     assert "original" not in message and "convolution" not in message
 
 
-def test_a_model_with_packed_tasks_names_them(tmp_path):
+def test_packed_tasks_of_a_model_are_named(tmp_path):
     tasks = ["retrieval.query", "text-matching"]
     (tmp_path / "config.json").write_text(json.dumps({"lora_adaptations": tasks}))
     message = rejected(InvalidInputError, tmp_path)
@@ -62,7 +62,7 @@ def test_a_model_with_packed_tasks_names_them(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "{}", "[" * 10**5])
-def test_a_strange_config_of_a_model_is_still_one(text, tmp_path):
+def test_a_config_json_without_tasks_is_reported_as_a_whole_model(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     message = rejected(InvalidInputError, tmp_path)
     assert "the config.json of a whole model" in message and "task" not in message

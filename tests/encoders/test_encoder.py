@@ -91,7 +91,7 @@ def test_every_text_is_embedded_with_its_own_adapter(make, alone, name, batch_si
     check(found, name, lambda encoder: encoder.encode(TEXTS, **options), alone)
 
 
-def test_tasks_are_named_by_their_folders_or_for_an_adapter_of_peft(saved, alone, tmp_path):
+def test_names_of_tasks_come_from_folders_or_from_add_adapter(saved, alone, tmp_path):
     for task in TASKS:
         shutil.copytree(f"{saved['jina']}-{task}", tmp_path / task)
     encoder = MultiLoRAEncoder(made("jina", saved), backend="torch_ref", max_rank=4)

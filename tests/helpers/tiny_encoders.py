@@ -1,4 +1,4 @@
-"""Tiny encoders of sentence-transformers, their adapters, and each by PEFT alone."""
+"""Tiny encoders of sentence-transformers with adapters, compared with PEFT."""
 
 import warnings
 from pathlib import Path
@@ -16,7 +16,7 @@ WORDS = "the a cat dog sat ran on mat fast slow big small red blue sky sea tree"
 TEXTS = [" ".join(WORDS[i % 5 : i % 5 + 1 + (7 * i) % 11]) for i in range(9)]
 ADAPTERS = ["law", None, "news", "law", "news", None, "news", "law", "law"]
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
-"""Adapters of jina-embeddings-v3: of its linear layers, and of its tokens."""
+"""jina-embeddings-v3's adapters: each of the linear layers and the token embedding."""
 BLEND = {"law": 0.5, "news": -1.5}
 SIZES = {
     "vocab_size": 5 + len(WORDS), "hidden_size": 16, "num_hidden_layers": 2,
@@ -49,9 +49,9 @@ KINDS = {
     "masked": "SparseEncoder: Bert",
     "classifier": "CrossEncoder: Bert, saved head",
 }
-"""What each base is, as the support table names it."""
+"""Names of the kinds in the support table, by base."""
 
-if not hasattr(transformers, "JinaEmbeddingsV3Model"):  # as in older versions
+if not hasattr(transformers, "JinaEmbeddingsV3Model"):  # before Transformers had it
     del BASES["jina"], KINDS["jina"]
 
 TARGETS = {
@@ -123,7 +123,7 @@ def made(name, saved):
 
 
 def by_peft(name, saved, adapter):
-    """Return an encoder with one adapter, by PEFT."""
+    """Return an encoder with one adapter, loaded by PEFT; None: without."""
     encoder = made(name, saved)
     if adapter is not None:
         tuned = peft.PeftModel.from_pretrained(encoder[0].model, f"{saved[name]}-{adapter}")
@@ -145,11 +145,12 @@ def results(encoder, name, **options):
 
 
 def compared(name, saved):
-    """Return how texts of one batch with an adapter each differ from PEFT with theirs alone.
+    """Compare one batch, with an adapter per text, with PEFT, adapter by adapter.
 
     Returns:
-        The largest difference of a text's result, relative to its largest value where that is over
-        1, and the least effect of another adapter, in the same way.
+        The largest difference of a result from PEFT's with the text's own adapter, and the least
+        from PEFT's with another adapter or none. Both are relative to the largest value with the
+        own adapter where that is over 1.
     """
     encoder = MultiLoRAEncoder(made(name, saved), backend="torch_ref", max_rank=4)
     for adapter in adapters_of(name):

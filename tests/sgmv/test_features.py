@@ -443,7 +443,7 @@ def test_one_token_gets_the_sum_of_its_adapters(device, n, rank, dtype, biased, 
 
 
 def test_one_token_asks_for_the_sizes_of_one_shrink(device):
-    """Tuning at first use searches for as long as 20 seconds each time that it is asked."""
+    """Tuning at first use takes up to 20 seconds for each request for sizes."""
     asked, source = [], fixed_source(16, ROW_BY_ROW)
 
     def choose(batch, layer):

@@ -131,7 +131,7 @@ BLENDS = {  # layer, (tokens, adapters), adapters per token, whether unlike, sca
         (QKV, (64, 8), 4, True, None),  # loads of B in flight
         (TINY[:2] + (72,), (16, 8), 2, True, None),  # a product loads h, a rank in steps
         (NARROW, (64, 8), 2, False, None),  # several entries in one product
-        (NARROW, (64, 8), 4, False, None),  # planes are added up in between
+        (NARROW, (64, 8), 4, False, None),  # a third kernel adds up the planes
         (ODD, (64, 8), 2, False, None),  # the same, in steps
         (SMALL, (1, 2), 2, False, None),  # one row
         (DOWN, (1, 4), 4, False, None),  # the same, of many ranks

@@ -46,7 +46,7 @@ def parametrized():
     for path, module in layers(base):
         if path.endswith("query"):
             parametrizations.weight_norm(module)
-        elif not path.endswith("key"):  # plain: its sibling has a parametrization
+        elif not path.endswith("key"):  # key stays plain beside a parametrized query
             parametrize.register_parametrization(module, "weight", Doubled())
     return base.eval()
 
@@ -71,7 +71,7 @@ class Packed(nn.Module):
 
 
 def packed():
-    """Return a model whose layers add the LoRA of `base.task`, as jina's code does; None: none."""
+    """Return a model whose layers add the LoRA of `base.task`, as jina's code does, if it is set."""
     base = base_of()
     base.task = None
 
@@ -91,7 +91,7 @@ def packed():
 
 
 def split(base, task):
-    """Return the tensors of one task as PEFT names them: what the error tells to do."""
+    """Return the tensors of one task as PEFT names them, as the error message says."""
     tensors = {}
     for path, module in layers(base):
         held, key = module.parametrizations.weight[0], f"base_model.model.{path}"
@@ -138,7 +138,7 @@ def test_pissa_of_a_computed_weight_is_refused(tmp_path):
     assert model.adapters == []
 
 
-def test_a_model_with_packed_lora_is_refused_and_its_tasks_split():
+def test_a_model_with_packed_lora_is_refused_and_its_tasks_can_be_split():
     base = packed()
     before = hidden(base)
     with pytest.raises(UnsupportedInputError) as caught:

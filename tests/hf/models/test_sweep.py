@@ -109,7 +109,7 @@ def test_a_nan_fails_the_sweep(monkeypatch):
 
 @pytest.fixture
 def sweep_with(monkeypatch):
-    """Return a function: which kinds `tools/sweep.py` runs, and how it ends, with arguments."""
+    """Return a function that runs `tools/sweep.py`, and returns the kinds run and the exit code."""
     script = runpy.run_path(str(RESULT.parents[2] / "tools" / "sweep.py"))
     main, ran = script["main"], []
 

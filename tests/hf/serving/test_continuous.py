@@ -411,7 +411,7 @@ def test_a_model_that_leaves_the_cache_alone_is_refused(model, mask):
 def test_only_a_value_error_about_the_cache_is_taken_for_an_attention_without_pages(
     model, cause, message
 ):
-    """Both as Transformers' integrations raise them."""
+    """Both messages are those of Transformers' attention functions."""
     code = "def refuse(module, args, kwargs):\n    if kwargs.get('cache') is not None:\n"
     name = "transformers.integrations.sdpa_attention"
     exec(code + f"        raise ValueError({cause!r})", found := {"__name__": name})

@@ -240,7 +240,7 @@ def test_tokens_alone_with_their_slot_take_no_matrix_product(rank):
         )
         return tiles.shrink.warps_k == 0, tiles.expand.num_stages == 0
 
-    whole = rank in (8, 16, 32, 64)  # rows of B that no mask cuts
+    whole = rank in (8, 16, 32, 64)  # rows of B are loaded without a mask
     assert without(1, 1) == (whole, whole)
     assert without(4, 4) == without(7, 4) == (False, whole)
     assert without(64, 64) == (False, rank in (8, 16))
