@@ -40,9 +40,9 @@ PIPELINES_METHOD = (
 ENCODERS_RESULT = RESULT.with_name("encoders_sweep.json")
 ENCODERS_METHOD = (
     "Nine texts in one call of a small random encoder, float32, with one of two or five adapters, "
-    "or none. worst: the largest difference from PEFT with that adapter alone, relative to the text's "
-    "largest value where that is over 1; effect: the least difference from another adapter's "
-    "result, in the same way."
+    "or none. worst: the largest difference from PEFT with that adapter alone, relative to the "
+    "text's largest value where that is over 1; effect: the least difference from another "
+    "adapter's result, in the same way."
 )
 PEFT_KINDS = ("architectures", "variants", "files", "bases", "layers")
 sys.path.insert(0, str(ROOT / "tests"))

@@ -71,7 +71,7 @@ class Packed(nn.Module):
 
 
 def packed():
-    """Return a model whose layers add the LoRA of `base.task`, as jina's code does, if it is set."""
+    """Return a model whose layers add the LoRA of `base.task`, as jina's code does, if set."""
     base = base_of()
     base.task = None
 
