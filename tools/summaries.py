@@ -91,8 +91,8 @@ def vllm_steps() -> str:
 def vllm_models() -> str:
     """Return the same for an FP8 base, two GPUs and mixtures of experts.
 
-    A short prefill waits for the host unless it is captured, so rows of LoRA off without captured
-    prefills are left out.
+    A short prefill waits for the host unless it is captured: where LoRA off was not captured, the
+    row is left out.
     """
     results = {
         "FP8 8B": "vllm_step_gpu_fp8",

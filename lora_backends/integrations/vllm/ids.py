@@ -10,8 +10,8 @@ import numpy.typing as npt
 from lora_backends.errors import InvalidInputError
 
 SHORT = 512
-"""Rows below which each row's id is looked up. Larger batches are prefills: there only the first
-row of each run of equal ids is."""
+"""Rows below which each row's id is looked up. Larger batches are mostly prefills: there
+only the first row of each run of equal ids is."""
 
 
 def slots_of(ids: Sequence[int], slot_of: Mapping[int, int]) -> npt.NDArray[np.int64]:
