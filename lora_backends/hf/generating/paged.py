@@ -114,7 +114,7 @@ class PagedModel:
 
 
 def _lacks_cache(error: Exception) -> bool:
-    """Return whether a paged attention of Transformers 5.17 to 5.19 failed for lack of its cache."""
+    """Return whether a paged attention of Transformers 5.17 to 5.19 failed without its cache."""
     return type(error) is ValueError and "without a paged attention cache" in str(error)
 
 

@@ -126,7 +126,7 @@ def row_ranks(max_rank: int) -> int:
 
 
 def has_whole_rows(max_rank: int) -> bool:
-    """Return whether a kernel without a matrix product loads rows of B unmasked: none is padded."""
+    """Return whether a kernel without a matrix product loads rows of B without padding."""
     return max_rank == row_ranks(max_rank)
 
 
