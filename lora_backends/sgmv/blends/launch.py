@@ -345,6 +345,7 @@ def _together(
     chunks = min(chunks, max(1, 2 * MAX_STACKED // ranks))  # the kernel unrolls them
     if together < shape.entries or expand.block_r < rank_pad:
         chunks = 1
+    # 32 tokens and 128 ranks take 0.73 to 0.89 of the time with 4 warps instead of 8 on an H200
     wide = batch.tile_tokens * ranks >= 64 * MAX_BLOCK_R and batch.tile_tokens != 32
     # with a long shrink there are many planes to add up
     many_planes = rank_pad == MIN_DOT and layer.in_features > LONG_INPUT
