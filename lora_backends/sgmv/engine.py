@@ -200,7 +200,7 @@ class SgmvBackend(LoRABackend):
         if out is not None and kernels.split_k == 1:
             h = out[None].zero_()
         else:
-            h = self._planes(weights, kernels.split_k, tokens).zero_()
+            h = self._planes(weights, kernels.split_k, tokens, weights.max_rank).zero_()
         if rows:
             launch.shrink(x, stacks, plan, h, rows, kernels.shrink)
         if kernels.split_k == 1:
@@ -239,7 +239,7 @@ class SgmvBackend(LoRABackend):
         """Launch both kernels of `run_linear`, and return the planes of h."""
         tokens, stacks = x.shape[0], launch.stacks_of(weights)
         kernels = launch.kernels_of(weights, stacks, plan, tokens, x.dtype, self._options)
-        h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
+        h = self._planes(weights, kernels.split_k, plan.h_rows(tokens), stacks.h_width)
         first = launch.shrink_arguments(x, stacks, plan.tables(), h)
         kernels.shrink.launch(rows, first)
         second = launch.expand_arguments(h, stacks, plan, y, kernels.expand)
@@ -297,7 +297,7 @@ class SgmvBackend(LoRABackend):
             return None  # no copy of a table may come between the kernels
         tokens, rows = x.shape[0], self._rows(plan, x.shape[0])
         kernels = launch.kernels_of(weights, stacks, plan, tokens, x.dtype, options, "beside")
-        h = self._planes(weights, kernels.split_k, plan.h_rows(tokens))
+        h = self._planes(weights, kernels.split_k, plan.h_rows(tokens), stacks.h_width)
         launches = (
             (rows, kernels.shrink, launch.shrink_arguments(x, stacks, plan.tables(), h)),
             (1, base, base_arguments(x, base_weight, base_bias, y, base)),
@@ -368,7 +368,7 @@ class SgmvBackend(LoRABackend):
         kernels = launch.kernels_of(
             weights, stacks, plan, tokens, dtype, self._options, "embedding"
         )
-        h = self._planes(weights, 1, plan.h_rows(tokens))
+        h = self._planes(weights, 1, plan.h_rows(tokens), stacks.h_width)
         gather = launch.gather(token_ids, stacks, plan, h, rows, kernel)
         expand = launch.expand(h, stacks, plan, y, rows, kernels.expand)
         if not INTERPRETED and stacks.in_place and RECORD.get() is None:
@@ -395,7 +395,7 @@ class SgmvBackend(LoRABackend):
         tokens = x.shape[0]
         y, rows = added_to(base_output, weights, tokens), self._rows(plan, tokens)
         if not rows:
-            return y, self._planes(weights, 1, plan.h_rows(tokens))
+            return y, self._planes(weights, 1, plan.h_rows(tokens), weights.max_rank)
         # as dispatch does for a call that is not recorded
         cached = plan.call_cache.find(called, self, x, weights, y, plan)
         h = cached.run_with_h(x, y, plan, rows) if isinstance(cached, CachedLaunches) else None
@@ -403,12 +403,13 @@ class SgmvBackend(LoRABackend):
             run = self._shrink_and_expand if called == "run_linear" else self._gather_and_expand
             h = run(x, weights, plan, y, rows)
         # the axis of planes tells it from the h of `run_lora_a`
-        return y, h if h.shape[0] == 1 else backward.sum_planes(h)
+        h = h if h.shape[0] == 1 else backward.sum_planes(h)
+        return y, h[..., : weights.max_rank]
 
     @override
     def embedding_h(self, token_ids: Tensor, weights: LoRAWeights, plan: SgmvPlan) -> Tensor:
         tokens = token_ids.shape[0]
-        h = self._planes(weights, 1, tokens).zero_()
+        h = self._planes(weights, 1, tokens, weights.max_rank).zero_()
         if rows := self._rows(plan, tokens):
             kernel = launch.gather_kernel_of(weights, plan, self._options, by_token=True)
             launch.gather(token_ids, launch.stacks_of(weights), plan, h, rows, kernel)
@@ -604,6 +605,6 @@ class SgmvBackend(LoRABackend):
         """Keep both launches, which read the layer's tables in place, for the next call."""
         plan.call_cache.store(operation, self, x, weights, y, CachedLaunches.of(first, second))
 
-    def _planes(self, weights: LoRAWeights, split_k: int, rows: int) -> Tensor:
-        shape = (split_k, weights.num_slices, rows, weights.max_rank)
+    def _planes(self, weights: LoRAWeights, split_k: int, rows: int, width: int) -> Tensor:
+        shape = (split_k, weights.num_slices, rows, width)
         return torch.empty(shape, dtype=torch.float32, device=self.device)

@@ -40,6 +40,7 @@ from lora_backends.sgmv.tiles.sizes import (
     ShrinkTiles,
     TileConfig,
     column_programs,
+    h_width,
     padded_rank,
 )
 from lora_backends.sgmv.tiles.source import TileSource
@@ -102,6 +103,7 @@ class Stacks(NamedTuple):
     a_scales: Tensor | None
     b_scales: Tensor | None
     max_rank: int
+    h_width: int  # values of a row of h between both kernels
     in_features: int
     aligns: tuple[int, int]  # of the tables of A and B in elements; 0 where no table is read
     tma: bool  # whether B can be loaded through TMA
@@ -136,6 +138,7 @@ def _stacks(weights: LoRAWeights) -> Stacks:
         weights.a_scales,
         weights.b_scales,
         weights.max_rank,
+        h_width(weights.max_rank),
         weights.in_features,
         (0 if a is None else a.alignment, 0 if b is None else b.alignment),
         tma,
@@ -367,10 +370,10 @@ def gather_kernel(
 def shrink(
     x: Tensor, weights: Stacks, plan: SgmvPlan, h: Tensor, rows: int, kernel: SpecializedKernel
 ) -> Launched:
-    """Write the planes of h, [planes, num_slices, rows of h, max_rank] float32, contiguous.
+    """Write the planes of h, [planes, num_slices, rows of h, width] float32, contiguous.
 
-    Nothing is written for tokens without an adapter; beyond a rank, at most zeros up to the end of
-    its group of 8.
+    The width is `h_width` or max_rank. Nothing is written for tokens without an adapter; beyond a
+    rank, at most zeros up to the end of its group of 8.
     """
     arguments = shrink_arguments(x, weights, plan.tables(), h)
     kernel.launch(rows, arguments)
@@ -398,7 +401,7 @@ def gather(
     rows: int,
     kernel: SpecializedKernel,
 ) -> Launched:
-    """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, max_rank] float32."""
+    """Write h for ``x = one_hot(token_ids)``: [1, num_slices, rows of h, width] float32."""
     # those of a shrink but for the width of x, its stride and the rows of h
     tensors, _, (_, _, *strides, _, h_stride_s, h_stride_t) = shrink_arguments(
         token_ids, weights, plan.tables(), h

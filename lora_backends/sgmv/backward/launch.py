@@ -430,7 +430,7 @@ def _contiguous(out: torch.Tensor) -> torch.Tensor:
 
 
 def sum_planes(planes: torch.Tensor, plan: SgmvPlan | None = None) -> torch.Tensor:
-    """Return the sum of planes [planes, num_slices, rows, max_rank] as one plane, in order.
+    """Return the sum of planes [planes, num_slices, rows, width] as one plane, in order.
 
     With a plan, rows are tokens, and those without an adapter become zero.
     """
@@ -446,13 +446,13 @@ def sum_planes(planes: torch.Tensor, plan: SgmvPlan | None = None) -> torch.Tens
 
 def planes_kernel(
     planes: int,
-    max_rank: int,
+    width: int,  # values of a row
     clears: bool = False,
     block: int = PLANE_BLOCK,
     programmatic: bool = False,
 ) -> SpecializedKernel:
     """Return the kernel that adds up planes, `block` values a program."""
-    sizes = PlaneSizes(block, INTERPRETED, planes, max_rank, clears, programmatic)
+    sizes = PlaneSizes(block, INTERPRETED, planes, width, clears, programmatic)
     return specialized(sums.add_planes_kernel, 1, programmatic=programmatic, SIZES=sizes)
 
 

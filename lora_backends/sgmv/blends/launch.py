@@ -44,6 +44,7 @@ from lora_backends.sgmv.tiles.sizes import (
     LayerShape,
     ShrinkTiles,
     column_programs,
+    h_width,
     padded_rank,
     parts,
 )
@@ -154,7 +155,7 @@ def add(
         return
     kernels = kernels_of(weights, stacks, blend, tokens, x.dtype, options)
     h_rows = -(-tokens * blend.width // 16) * 16
-    shape = (kernels.split_k, weights.num_slices, h_rows, weights.max_rank)
+    shape = (kernels.split_k, weights.num_slices, h_rows, stacks.h_width)
     h = torch.empty(shape, dtype=torch.float32, device=x.device)
     *tables, factors, ids = blend.tables
     if blend.by_pair:
@@ -426,6 +427,6 @@ def kernels_for(
     add_planes = None
     if sums:
         add_planes = planes_kernel(
-            shrink.split_k, rank, block=SUM_BLOCK, programmatic=options.programmatic
+            shrink.split_k, h_width(rank), block=SUM_BLOCK, programmatic=options.programmatic
         )
     return BlendKernels(of_shrink, of_expand, shrink.split_k, add_planes)

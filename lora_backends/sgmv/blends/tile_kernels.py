@@ -27,7 +27,7 @@ class BlendTile(NamedTuple):
     ranks: Any  # address of the rank of slot 0
     scalings: Any
     h: Any  # addresses of h of each token's first pair [T]
-    h_stride: Any  # from pair to pair; also the ranks that a row of h has
+    h_stride: Any  # from pair to pair; also the values that a row of h has
     plane: Any  # from one plane of h to the next
     y: Any  # addresses of rows of y [T]
     bias: Any

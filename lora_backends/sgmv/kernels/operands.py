@@ -58,7 +58,7 @@ class ARows(NamedTuple):
 
 
 class Intermediate(NamedTuple):
-    """h: [planes, slices, rows, max_rank]; planes follow each other."""
+    """h: [planes, slices, rows, `h_width` or max_rank]; planes follow each other."""
 
     ptr: Any
     rows: Any

@@ -108,7 +108,7 @@ class CachedLaunches:
     scratch: Scratch  # for h
     planes: int  # of h
     slices: int
-    ranks: int
+    width: int  # values of a row of h
     any_rows: bool  # whether it serves all numbers of rows that round up to one power of two
     shrink: BoundKernel  # x and h change from call to call, and the sizes of h
     expand: BoundKernel  # h and y change from call to call, and the sizes of h
@@ -119,10 +119,10 @@ class CachedLaunches:
         """Return a call just made: `shrink` takes x first, h last; `expand` h first, y third."""
         descriptors = tuple(map(without_tensor, expand.arguments.descriptors))
         h = expand.arguments.tensors[0]
-        planes, slices, rows, ranks = h.shape
+        planes, slices, rows, width = h.shape
         # Triton compiles other code if the stride of h's slices is no multiple of 16 or takes 64
         # bits, and a grid of two axes may have too few rows for more tokens
-        any_rows = ranks % 16 == 0 and rows <= MOST_ROWS
+        any_rows = width % 16 == 0 and rows <= MOST_ROWS
         names, last = shrink.kernel.kernel.arg_names, len(shrink.arguments.tensors) - 1
         sizes = [names.index(name) for name in _H_SIZES if name in names]
         changing = [0, 2, *map(expand.kernel.kernel.arg_names.index, _H_SIZES)]
@@ -133,7 +133,7 @@ class CachedLaunches:
             scratch_of(h.device),
             planes,
             slices,
-            ranks,
+            width,
             any_rows,
             shrink.kernel.bind(shrink.arguments, (0, last, *sizes)),
             expand.kernel.bind(expand.arguments._replace(descriptors=descriptors), changing),
@@ -156,7 +156,7 @@ class CachedLaunches:
         rows = plan.grid_rows(capturing, tokens)
         if rows:
             h_rows = plan.h_rows(tokens)
-            values = self.planes * self.slices * h_rows * self.ranks
+            values = self.planes * self.slices * h_rows * self.width
             h = scratch.new(values) if stream else scratch.take(values)
             self._launch(rows, stream, x, h.address, y, h_rows)
             if not stream:
@@ -171,7 +171,7 @@ class CachedLaunches:
         if (self.several and not is_current(device)) or RECORD.get() is not None:
             return None
         h_rows = plan.h_rows(y.numel() // y.shape[-1])
-        shape = self.planes, self.slices, h_rows, self.ranks
+        shape = self.planes, self.slices, h_rows, self.width
         h = torch.empty(shape, dtype=torch.float32, device=device)
         self._launch(rows, self.stream_of(device.index), x, h.data_ptr(), y, h_rows)
         return h
@@ -179,7 +179,7 @@ class CachedLaunches:
     def _launch(
         self, rows: int, stream: int, x: torch.Tensor, at_h: int, y: torch.Tensor, h_rows: int
     ) -> None:
-        hooks, sizes = has_launch_hooks(), (h_rows, h_rows * self.ranks)
+        hooks, sizes = has_launch_hooks(), (h_rows, h_rows * self.width)
         first = sizes if self.counts_rows else sizes[1:]
         self.shrink.launch(rows, stream, (x.data_ptr(), at_h, *first), hooks)
         self.expand.launch(rows, stream, (at_h, y.data_ptr(), *sizes), hooks)

@@ -120,6 +120,18 @@ def padded_rank(max_rank: int) -> int:
     return max(MIN_DOT, power_of_two(max_rank))
 
 
+def h_width(max_rank: int) -> int:
+    """Return the values of a row of h in memory.
+
+    A row of 8, 24 or 40 ranks is padded: Triton compiles loads of 16 bytes for strides that are
+    multiples of 16, and reads narrower loads of many planes one after the other.
+
+    >>> h_width(8), h_width(16), h_width(24), h_width(5)
+    (16, 16, 32, 5)
+    """
+    return -(-max_rank // 16) * 16 if max_rank % 8 == 0 else max_rank
+
+
 def row_ranks(max_rank: int) -> int:
     """Return the ranks that a kernel without a matrix product loads per row of B: 8 or more."""
     return max(8, power_of_two(max_rank))

@@ -138,6 +138,33 @@ def test_the_forward_returns_its_bits_and_an_h_for_the_backward(make, operation)
     assert h.ndim == 4
 
 
+@pytest.mark.parametrize("rank", [8, 24])
+def test_the_padding_of_h_reaches_no_result(make, rank, monkeypatch):
+    empty = torch.empty
+
+    def nans(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    backend, weights = make(tiles="rules"), layer(BF16, (16, 8), rank, 256)
+    made = case(weights, tokens=37)
+    run = Run(backend, made, F32)
+    base = torch.zeros(made.rows, 24, dtype=BF16, device=backend.device)
+    chosen = [[t % 3, 3 + t % 2] for t in range(37)]  # several adapters of a token
+    together, x = LoRABatch(chosen, NUM_SLOTS), run.made.x.nan_to_num()
+
+    def results():
+        _, h = backend.forward_with_h("run_linear", run.made.x, run.made.weights, run.plan, base)
+        assert h.shape[-1] == rank
+        blended = backend.run_linear(x, run.made.weights, backend.prepare_batch(together))
+        return run.lora_b(h), blended
+
+    wanted = results()
+    monkeypatch.setattr(torch, "empty", nans)
+    for found, value in zip(results(), wanted, strict=True):
+        assert value.isfinite().all() and torch.equal(found, value)
+
+
 def test_h_of_an_embedding_is_a_column_of_a(backend):
     weights = layer(BF16, (16, 8), 24, 32)
     made = case(weights, room=3)

@@ -100,7 +100,7 @@ class PlaneSizes(NamedTuple):
     BLOCK: int
     INTERPRETED: bool
     PLANES: int = 0
-    MAX_RANK: int = 0
+    WIDTH: int = 0  # values of a row
     CLEARS: bool = False  # whether rows without an adapter become zero
     PROGRAMMATIC: bool = False  # whether it may start before the kernel in front has ended
 

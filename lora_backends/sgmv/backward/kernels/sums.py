@@ -103,7 +103,7 @@ def add_planes_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if SIZES.CLEARS:
-        t = i // SIZES.MAX_RANK % rows
+        t = i // SIZES.WIDTH % rows
         read = within & (tl.load(token_slots_ptr + t, mask=within, other=-1) >= 0)
     sums = tl.load(planes_ptr + i, mask=read, other=0.0)
     PLANES: tl.constexpr = SIZES.PLANES
