@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from lora_backends.bench.search import RulesFail, fastest, neighbours, search
+from lora_backends.bench.search import RulesFail, far_away, fastest, neighbours, search
+from lora_backends.sgmv.tiles.gpu import H200
+from lora_backends.sgmv.tiles.rules import choose_tiles
+from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, tile_faults
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def _climb(tiles):
 
 
 def _search(lab, in_use=RULES, legal=_legal, out_of_time=lambda: False):
-    return search(RULES, in_use, legal, lab, out_of_time)
+    return search(RULES, [in_use], legal, lab, out_of_time)
 
 
 def test_a_neighbour_differs_in_one_size():
@@ -125,6 +128,27 @@ def test_a_search_begins_with_the_sizes_in_use():
     left = iter([False] + [True] * 100)  # time for one candidate
     found = _search(MadeUp(_climb, noise=0.05), in_use=BEST, out_of_time=lambda: next(left))
     assert found.tiles == BEST and found.tried == 1
+
+
+def test_the_search_leaves_a_valley_for_a_start_far_away():
+    def valley(tiles):
+        return 9.0 if tiles == BEST else 10.0 + _steps(Sizes(RULES.shrink, tiles.expand))
+
+    start = Sizes(BEST.shrink, Half(64, 4))
+    assert _search(MadeUp(valley)).tiles != BEST
+    lab = MadeUp(lambda tiles: 9.5 if tiles == start else valley(tiles))
+    assert search(RULES, [RULES, start], _legal, lab, lambda: False).tiles == BEST
+
+
+@pytest.mark.parametrize("tokens, slots, tile", [(1, 1, 16), (64, 8, 16), (256, 8, 32)])
+def test_starts_far_away_differ_in_the_parts_of_the_inputs_and_run(tokens, slots, tile):
+    batch, layer = BatchShape(tokens, slots, tile), LayerShape(3, 64, 4096, 6144, 2)
+    rules = choose_tiles(batch, layer, H200)
+    found = far_away(rules, batch, layer, H200)
+    assert len(found) >= 2 and len({tiles.shrink.split_k for tiles in found}) == len(found)
+    for tiles in found:
+        assert tiles.expand == rules.expand and tiles.shrink.warps_k == 4
+        assert not tile_faults(tiles, tile, layer, H200)
 
 
 def test_sizes_in_use_that_are_slow_fail_or_are_illegal_are_left_for_the_rules():
