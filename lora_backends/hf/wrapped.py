@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -51,11 +52,14 @@ class WrappedModel:
         routers = find_routers(base, self.experts, dtype, device)
         # Routers are no linear layers for `find_sites`, and take LoRA all the same.
         # a denoiser of images has convolutions, which are adapted, too
-        self.sites = find_sites(base, dtype, device, trial is not None) | routers
+        sites = find_sites(base, dtype, device, trial is not None)
         self.routers = frozenset(routers)
         # Experts see hidden states as a linear layer does, so one probe is enough.
         as_modules = {path: site.as_module for path, site in self.experts.items()}
-        self.layouts = probe(base, self.sites | as_modules, trial)
+        self.layouts, misfits = probe(base, sites | routers | as_modules, trial)
+        for path in misfits.keys() & sites.keys():  # not routers, which return their choice, too
+            sites[path] = replace(sites[path], refusal=sites[path].refusal or misfits[path])
+        self.sites = sites | routers
         served = Served(self.key, backend, self.layouts)
         self.hooked = Hooked(served, self.sites, self.experts, routers, fuse)
         self.structure = Structure(base)

@@ -309,3 +309,16 @@ def test_ip_adapters_are_refused_where_images_differ(sdxl):
             unet(**inputs)
         inputs["added_cond_kwargs"].pop("image_embeds")
         unet(**inputs)
+
+
+def test_a_convolution_that_returns_no_tensor_is_refused():
+    pipe = PIPELINES["SDXL"]()
+    model = MultiLoRAPipeline(pipe, backend="torch_ref", max_rank=4)
+    conv = pipe.unet.conv_in
+    model.load_adapter("a", {
+        "unet.conv_in.lora_A.weight": torch.randn(2, conv.in_channels, *conv.kernel_size),
+        "unet.conv_in.lora_B.weight": torch.randn(conv.out_channels, 2, 1, 1),
+    })  # fmt: skip
+    conv.register_forward_hook(lambda module, args, y: (y,), prepend=True)
+    with pytest.raises(UnsupportedInputError, match="conv_in, a Conv2d: it returned a tuple of T"):
+        run(model.pipe, ["a fox"], call=model, adapters=["a"])

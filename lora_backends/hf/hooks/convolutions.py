@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from lora_backends.hf.calls.running import RUNNING, check_thread
-from lora_backends.hf.hooks.linear import Hook, Served, first_argument
+from lora_backends.hf.hooks.linear import Hook, Served, check_fit, first_argument
 from lora_backends.hf.layout.sites import ModuleSite
 
 
@@ -40,8 +40,13 @@ def convolution_hook(served: Served, site: ModuleSite, add: Callable[..., torch.
         weights = call.stacks.get(path)
         if weights is None:
             return None
-        patches = patches_of(convolution, first_argument(args, f"module {path}"), output)
-        rows_last = output.movedim(1, -1)  # [rows, height, width, channels]
+        x = first_argument(args, f"module {path}")
+        try:
+            patches = patches_of(convolution, x, output)
+            rows_last = output.movedim(1, -1)  # [rows, height, width, channels]
+        except (AttributeError, TypeError):  # of no tensor
+            check_fit(path, module, args, output)
+            raise
         plan = call.plan(patches.shape[:-1], layout, paths)
         # Added to zeros and then to the output, whose channels are not on the last axis. A row
         # without an adapter gets zeros, and keeps its values.

@@ -17,7 +17,7 @@ from lora_backends.dispatch.tracing import is_jit_traced, is_traced
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
 from lora_backends.hf.calls.attention import Attention
 from lora_backends.hf.calls.running import RUNNING, check_thread, is_open
-from lora_backends.hf.layout.layout import Layout
+from lora_backends.hf.layout.layout import Layout, misfit_of
 from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.structure import Structure
 from lora_backends.weights import LoRAWeights
@@ -112,24 +112,28 @@ def lora_hook(served: Served, site: ModuleSite, add: Callable[..., Tensor]) -> H
 
     def add_lora(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         call = RUNNING.call
-        if call.model != model:
-            if call.trains == model:
-                x = first_argument(args, f"module {path}")
-                return call.add(site, layout, module, x, output)
-            check_thread(model)
-            return None
-        # Often no loaded adapter touches the module.
-        weights = call.stacks.get(path)
-        if weights is None:
-            return None
-        # without a call of its own: every adapted module comes by here in every step
-        x = args[0] if args else first_argument(args, f"module {path}")
-        if not is_embedding:
-            return add(x, weights, call.plan(x.shape[:-1], layout, paths), output)
-        plan, output = call.plan(x.shape, layout, paths), output.contiguous()
-        ids = x.flatten().contiguous()  # [rows, 1] may be a column of a wider tensor
-        add_deltas(backend.run_embedding, ids, weights, plan, output.view(-1, width))
-        return output
+        try:
+            if call.model != model:
+                if call.trains == model:
+                    x = first_argument(args, f"module {path}")
+                    return call.add(site, layout, module, x, output)
+                check_thread(model)
+                return None
+            # Often no loaded adapter touches the module.
+            weights = call.stacks.get(path)
+            if weights is None:
+                return None
+            # without a call of its own: every adapted module comes by here in every step
+            x = args[0] if args else first_argument(args, f"module {path}")
+            if not is_embedding:
+                return add(x, weights, call.plan(x.shape[:-1], layout, paths), output)
+            plan, output = call.plan(x.shape, layout, paths), output.contiguous()
+            ids = x.flatten().contiguous()  # [rows, 1] may be a column of a wider tensor
+            add_deltas(backend.run_embedding, ids, weights, plan, output.view(-1, width))
+            return output
+        except AttributeError:  # of no tensor; a check before would take time in every step
+            check_fit(path, module, args, output)
+            raise
 
     return add_lora
 
@@ -143,6 +147,17 @@ def first_argument(args: tuple[Any, ...], called: str) -> Tensor:
         )
     x: Tensor = args[0]
     return x
+
+
+def check_fit(path: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    """Raise UnsupportedInputError if a module took or returned something else than a tensor."""
+    misfit = misfit_of(args, output)
+    if misfit:
+        raise UnsupportedInputError(
+            f"LoRA cannot be added to module {path}, a {type(module).__name__}: {misfit}\n"
+            f"  allowed: a module that takes a tensor first, and returns its product alone\n"
+            f"  to do: leave the module out of target_modules, or change its forward"
+        )
 
 
 def add_deltas(

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from lora_backends.errors import UnsupportedInputError
 
 Order = Literal["rows", "rows of tokens", "tokens of rows", "rows of parts"]
@@ -112,6 +114,17 @@ class Untried:
         if self._calls[key] > allowed:
             return f"{self._name} may reach it, too: text alone calls it {allowed} times"
         return None
+
+
+def misfit_of(args: Sequence[object], output: object) -> str:
+    """Return what a module took first or returned instead of one tensor, as a clause, or ""."""
+    for verb, value in (("returned", output), *(("was given", x) for x in args[:1])):
+        if not isinstance(value, torch.Tensor):
+            inside = ""
+            if isinstance(value, tuple | list):
+                inside = f" of {', '.join(type(each).__name__ for each in value)}"
+            return f"it {verb} a {type(value).__name__}{inside}, where LoRA needs one tensor"
+    return ""
 
 
 def unknown_rows(

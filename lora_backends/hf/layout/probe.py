@@ -19,7 +19,7 @@ from torch import nn
 
 from lora_backends.errors import UnsupportedInputError
 from lora_backends.hf.calls.running import IDLE, running
-from lora_backends.hf.layout.layout import InputForm, Layout, Order, Spread
+from lora_backends.hf.layout.layout import InputForm, Layout, Order, Spread, misfit_of
 from lora_backends.hf.layout.sharded import gather_for
 from lora_backends.hf.layout.sites import ModuleSite
 from lora_backends.hf.layout.trial import LENGTH, SHARED, TrialInputs, trial_of
@@ -54,8 +54,10 @@ class _Seen:
 
 def probe(
     base: nn.Module, sites: Mapping[str, ModuleSite], trial: TrialInputs | None = None
-) -> dict[str, Layout]:
-    """Return the layout of the batch's rows in the input of every site, by path.
+) -> tuple[dict[str, Layout], dict[str, str]]:
+    """Return the layout of the batch's rows in the input of every site, by path, and misfits.
+
+    Those are what sites took or returned instead of a tensor, see `misfit_of`.
 
     The model is not changed, and its hooks do not run. A `trial` of None takes the inputs of a
     Transformers model. Nothing is known where the model does not run on the inputs.
@@ -78,7 +80,7 @@ def probe(
         # Equal layouts become one object, since calls compare them by identity.
         key = (layout.forms, layout.in_order, layout.reason, layout.steps, layout.calls)
         layouts[path] = kinds.setdefault(key, layout)
-    return layouts
+    return layouts, passes.misfits
 
 
 def _failure(on: str, error: Exception) -> str:
@@ -108,6 +110,7 @@ class _Passes:
 
     def __init__(self) -> None:
         self.seen: dict[str, list[_Seen]] = defaultdict(list)  # path to inputs in the batch
+        self.misfits: dict[str, str] = {}  # path to what is no tensor, see `misfit_of`
         self.step_failure = ""  # why there is no decode step
         self._pairs: dict[str, list[torch.Tensor]] = defaultdict(list)  # and inputs in the pair
         self._trial: TrialInputs | None = None
@@ -126,6 +129,10 @@ class _Passes:
             for rows, note in ((PAIR, self._note_pair), (BATCH, self._note_batch)):
                 handles = [
                     twins[site.module].register_forward_pre_hook(_noting(path, site, note))
+                    for path, site in sites.items()
+                ]
+                handles += [
+                    twins[site.module].register_forward_hook(self._noting_misfit(path))
                     for path, site in sites.items()
                 ]
                 self._run(twin, trial, rows)
@@ -148,6 +155,14 @@ class _Passes:
         if x is None or self._trial is None:
             return torch.empty(0)
         return x if self._trial.length is not None else x[..., :FEATURES]
+
+    def _noting_misfit(self, path: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            misfit = misfit_of(args, output)
+            if misfit:
+                self.misfits[path] = misfit
+
+        return hook
 
     def _note_pair(self, path: str, x: torch.Tensor | None) -> None:
         # A copy: the model may change the input in place later.

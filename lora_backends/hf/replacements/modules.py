@@ -18,7 +18,7 @@ from lora_backends.adapters.pool.stack_format import bytes_of
 from lora_backends.dispatch.any_axes import as_rows
 from lora_backends.errors import InvalidInputError, UnsupportedInputError, did_you_mean
 from lora_backends.hf.calls.running import RUNNING
-from lora_backends.hf.hooks.linear import Hook, first_argument
+from lora_backends.hf.hooks.linear import Hook, check_fit, first_argument
 from lora_backends.hf.layout.layout import Layout
 from lora_backends.hf.layout.probe import UNREACHED, probe
 from lora_backends.hf.layout.quantized_base import is_plain, packed_size
@@ -349,7 +349,7 @@ class Replacements:
             return
         spec = ModuleSpec("linear", 1, 1)
         sites = {path: ModuleSite(path, self._modules[path], spec, None) for path in paths}
-        self._layouts.update(probe(self._base, sites))
+        self._layouts.update(probe(self._base, sites)[0])
 
 
 def _kind_of_head(path: str) -> str:
@@ -414,9 +414,13 @@ def replacement_hook(model: str, path: str, layout: Layout, embeds: bool, late: 
                 f"a loaded adapter has LoRA for {path}, and another one a head of its own there, "
                 f"with other labels\n  to do: unload one of them"
             )
-        shape = x.shape if embeds else x.shape[:-1]
-        numbers = call.numbers(shape, layout, (path,))
-        return replace_rows(rows, x.flatten() if embeds else as_rows(x), output, numbers, late)
+        try:
+            shape = x.shape if embeds else x.shape[:-1]
+            numbers = call.numbers(shape, layout, (path,))
+            return replace_rows(rows, x.flatten() if embeds else as_rows(x), output, numbers, late)
+        except AttributeError:  # of no tensor
+            check_fit(path, module, args, output)
+            raise
 
     replace.replacement_of = (model, late)  # type: ignore[attr-defined]
     return replace

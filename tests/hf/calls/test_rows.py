@@ -2,6 +2,7 @@
 
 import functools
 
+import peft
 import pytest
 import torch
 from helpers.sweeps import sweep
@@ -422,3 +423,78 @@ def test_an_input_given_by_name_is_refused():
     model.add_adapter("a", in_peft(Plain(), ["head"], 0)[1])
     with pytest.raises(UnsupportedInputError, match="module head is called with arguments by name"):
         model(adapters=["a"], input_ids=torch.tensor([[1, 2]]))
+
+
+class Odd(torch.nn.Module):
+    """A part of a module class: the module takes or returns a tensor, or something else."""
+
+    takes = returns = None
+
+    def forward(self, input):
+        y = super().forward(input if self.takes is None else input[0])
+        return y if self.returns is None else self.returns([y, input])
+
+
+class OddLinear(Odd, torch.nn.Linear):
+    pass
+
+
+class OddEmbedding(Odd, torch.nn.Embedding):
+    pass
+
+
+class OddModel(Plain):
+    """A language model whose modules may take or return something else than tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = OddEmbedding(64, 16), OddLinear(16, 16)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids):
+        x = input_ids
+        for module in (self.embedding, self.linear):
+            x = module(x if module.takes is None else module.takes([x]))
+            x = x if module.returns is None else x[0]
+        return self.head(x)
+
+
+ODD = [
+    ("embedding", {"returns": tuple}, "returned a tuple of Tensor, Tensor"),
+    ("embedding", {"takes": list}, "was given a list of Tensor"),
+    ("linear", {"returns": tuple}, "returned a tuple of Tensor, Tensor"),
+    ("linear", {"takes": list}, "was given a list of Tensor"),
+]
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.mark.parametrize(("path", "odd", "said"), ODD)
+def test_a_module_without_one_tensor_takes_no_adapter(path, odd, said):
+    base = OddModel().eval()
+    vars(base.get_submodule(path)).update(odd)
+    expected = base(input_ids=IDS)
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    with pytest.raises(UnsupportedInputError, match=f"{path}: it {said}, where LoRA needs one"):
+        model.add_adapter("a", in_peft(OddModel(), [path], 0)[1])
+    model.add_adapter("head", in_peft(OddModel(), ["head"], 0)[1])
+    found = model(adapters=["head", None], input_ids=IDS)
+    assert found[1].equal(expected[1]) and not found[0].equal(expected[0])
+
+
+@pytest.mark.parametrize("how", ["inference", "training", "compiled"])
+@pytest.mark.parametrize(("path", "odd", "said"), ODD)
+def test_a_module_that_the_trial_saw_with_tensors_is_refused_when_it_runs(path, odd, said, how):
+    base = OddModel().eval()
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    if how == "training":
+        model.new_adapter("a", peft.LoraConfig(r=3, target_modules=[path]))
+    else:
+        model.add_adapter("a", in_peft(OddModel(), [path], 0)[1])
+    vars(base.get_submodule(path)).update(odd)
+    if how == "compiled":
+        base.compile(backend="eager")
+    message = rf"module {path}, a Odd\w+: it {said}, where LoRA needs one tensor\n  allowed"
+    with pytest.raises(UnsupportedInputError, match=message):
+        model(adapters=["a", "a"], input_ids=IDS)
