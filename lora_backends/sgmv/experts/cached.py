@@ -104,6 +104,8 @@ class CachedSite:
         device, choice = self._device, self._choice
         if (self._several and not is_current(device)) or RECORD.get() is not None:
             return False
+        programmatic = choice.options.programmatic
+        follow_plan(routing, programmatic)
         both = choice.kernels(routing)
         pair = self._pairs.get((both.shrink, both.expand))
         if pair is None:
@@ -111,8 +113,6 @@ class CachedSite:
         stream, plan = self._stream_of(device.index), routing.plan
         if stream and is_capturing(device):  # no graph captures the default stream
             plan.is_captured = True
-        programmatic = choice.options.programmatic
-        follow_plan(routing, programmatic)
         # before the shrink: as in `add_experts`, no kernel may run between it and the expand
         factors = pair_factors(routing, self._weighted)
         shrunk = sort_tokens(routing, programmatic) if choice.site.by_token else routing
@@ -125,6 +125,7 @@ class CachedSite:
         tables, programs = _addresses(routing, pair.expand.parts)
         given = (at_h, y.data_ptr(), factors.data_ptr(), *tables, rows)
         pair.expand.kernel.launch(programs, stream, given, hooks)
+        routing.settled = True  # as in `launch_expand`
         if not stream:
             self._scratch.give_back(h)
         return True

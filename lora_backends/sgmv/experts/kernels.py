@@ -17,6 +17,7 @@ from lora_backends.sgmv.experts.routing_kernels import RECORD
 from lora_backends.sgmv.kernels.expand import expand_columns, expand_tma
 from lora_backends.sgmv.kernels.indexing import columns_of, group_of, in_elements, in_groups
 from lora_backends.sgmv.kernels.operands import ARows, RowsOfY, Tile
+from lora_backends.sgmv.kernels.prefetch import prefetch_rows
 from lora_backends.sgmv.kernels.products import rounded
 from lora_backends.sgmv.kernels.shrink import partial_sums, row_sums, scale_of_rows
 
@@ -83,30 +84,41 @@ def shrink_kernel(
     """
     row = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
-    if SIZES.PROGRAMMATIC:
-        gdc_wait()  # before reading the routing, x, A and ranks, which an earlier kernel may write
-        gdc_launch_dependents()
-    slot, expert, place, count, pair = pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE)
-    if count <= 0:
-        return
-    t = tl.arange(0, SITE.ROWS)  # [T]
     part = program % SIZES.SPLIT_K
     n = program // SIZES.SPLIT_K * SIZES.BLOCK_N + tl.arange(0, SIZES.BLOCK_N)  # [N]
     s = n // SIZES.RANK_PAD  # [N]
     r = n % SIZES.RANK_PAD  # [N]
+    rows_of_slot = s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r  # [N]
+    if SITE.SETTLED:
+        slot, expert, place, count, pair = pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE)
+        if SITE.LINES > 0:
+            at = a_ptr + slot * a_stride_l + expert * a_stride_e + rows_of_slot  # [N]
+            wanted = (s < SITE.NUM_A) & (r < tl.where(count > 0, SITE.MAX_RANK, 0))
+            if not SITE.EAGER:
+                # a rank from before an earlier kernel's write prefetches too many rows or too few
+                ranks_at = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e + s
+                wanted &= r < tl.load(ranks_at, mask=s < SITE.NUM_A, other=0, cache_modifier=".cg")
+            prefetch_rows(at, wanted, part, in_features, SITE.LINES, SIZES)
+    if SIZES.PROGRAMMATIC:
+        gdc_wait()  # before reading the routing, x, A and ranks, which an earlier kernel may write
+        gdc_launch_dependents()
+    if not SITE.SETTLED:
+        slot, expert, place, count, pair = pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE)
+    if count <= 0:
+        return
+    t = tl.arange(0, SITE.ROWS)  # [T]
     if SITE.BY_TOKEN:
         rank = tl.where(s < SITE.NUM_A, SITE.MAX_RANK, 0)  # [N]
     else:
         ranks_at = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e + s
-        rank = tl.load(ranks_at, mask=s < SITE.NUM_A, other=0)  # [N]
+        rank = tl.load(ranks_at, mask=s < SITE.NUM_A, other=0, cache_modifier=".cg")  # [N]
     if SITE.EAGER:
         used = (s < SITE.NUM_A) & (r < SITE.MAX_RANK)
     else:
         used = r < rank
         if tl.max(rank - r) <= 0:
             return
-    at = a_ptr + slot * a_stride_l + expert * a_stride_e
-    at = at + s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r  # [N]
+    at = a_ptr + slot * a_stride_l + expert * a_stride_e + rows_of_slot  # [N]
     scales = (
         a_scales_ptr + slot * a_scales_stride_l + expert * a_scales_stride_e
         + s.to(tl.int64) * a_scales_stride_s + group_of(r, SIZES.GROUP_R) * a_scales_stride_r

@@ -71,12 +71,16 @@ class SiteChoice:
         """Return the kernels that add to y; a routing keeps them."""
         if routing.chosen is None:
             routing.chosen = {}
-        both: SiteKernels | None = routing.chosen.get(self)
+        # `sort_tokens` sorts tokens before every call
+        settled = routing.settled and not self.site.by_token
+        both: SiteKernels | None = routing.chosen.get((self, settled))
         if both is None:
             shrunk = routing.of_tokens if self.site.by_token else routing.shape
             assert shrunk is not None
-            both = kernels_of(routing.shape, shrunk, self.site, False, self.tma, self.options)
-            routing.chosen[self] = both
+            both = kernels_of(
+                routing.shape, shrunk, self.site, False, self.tma, self.options, settled
+            )
+            routing.chosen[self, settled] = both
         return both
 
 
@@ -200,6 +204,7 @@ def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.
     tensors = (h, stored_bytes(b), scales, to, ranks, scalings, call.factors, *tiles)
     arguments = Arguments(tensors, (tma,), (h.shape[1], *strides))
     both.expand.launch(rows, arguments)
+    routing.settled = True  # the expand ends after the shrink, and that after the sort
     return Launched(both.expand, arguments)
 
 
@@ -295,12 +300,19 @@ def with_scales(site: Site, storage: Storage, widths: tuple[int, ...], spread: b
 
 @lru_cache(maxsize=16384)
 def kernels_of(
-    pairs: PairShape, shrunk: PairShape, site: Site, fresh: bool, tma: bool, options: Options
+    pairs: PairShape,
+    shrunk: PairShape,
+    site: Site,
+    fresh: bool,
+    tma: bool,
+    options: Options,
+    settled: bool = False,
 ) -> SiteKernels:
     """Return both kernels of a site.
 
     `pairs` are those of the routing, `shrunk` those of the tiles that the shrink runs on. `fresh`:
-    the expand writes deltas instead of adding them. `tma`: B allows TMA.
+    the expand writes deltas instead of adding them. `tma`: B allows TMA. `settled`: that of the
+    routing.
     """
     tiles = _choose_tiles(pairs, site, options.gpu)
     if site.by_token:
@@ -314,7 +326,7 @@ def kernels_of(
     if general:
         expand = replace(expand, chunks=1)
     return SiteKernels(
-        _shrink_kernel(tiles, shrunk.tile, site, options),
+        _shrink_kernel(tiles, shrunk.tile, site, options, settled and options.programmatic),
         _expand_kernel(replace(tiles, expand=expand), pairs.tile, site, fresh, options),
         tiles.shrink.split_k,
     )
@@ -329,16 +341,22 @@ def _choose_tiles(pairs: PairShape, site: Site, gpu: Gpu) -> SiteTiles:
     return rules.choose_tiles(pairs, shape, gpu)
 
 
-def _shrink_kernel(tiles: SiteTiles, tile: int, site: Site, options: Options) -> SpecializedKernel:
+def _shrink_kernel(
+    tiles: SiteTiles, tile: int, site: Site, options: Options, settled: bool
+) -> SpecializedKernel:
     shape, sizes = site.shape, tiles.shrink
     top_k = 1 if site.by_pair or site.by_token else site.top_k
+    of_site = _site_sizes(site, top_k, tiles.shrink_rows, tile, tiles.eager_a)
+    if settled:
+        lines = rules.prefetched_lines(sizes, tiles.shrink_rows, shape)
+        of_site = of_site._replace(SETTLED=True, LINES=lines)
     return specialized(
         kernels.shrink_kernel,
         -(-shape.stacked // sizes.block_n) * sizes.split_k,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
         programmatic=options.programmatic,
-        SITE=_site_sizes(site, top_k, tiles.shrink_rows, tile, tiles.eager_a),
+        SITE=of_site,
         SIZES=shrink_sizes(
             sizes,
             shape.in_features,

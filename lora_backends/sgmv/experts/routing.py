@@ -77,12 +77,20 @@ class SgmvRouting(ExpertRouting):
     tokens: SgmvRouting | None = field(default=None, init=False)
     # the tokens sorted by slot, made for the first layer whose experts all share an A
     plan_refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
+    settled: bool = field(default=False, init=False)
+    # whether the last kernel on the stream waited for the sort to end, so that one that starts
+    # early may read the tables
     chosen: dict[Any, Any] | None = field(default=None, init=False, repr=False)
     # the kernels of each `SiteChoice`
     sorters: dict[Any, _Sorter | None] | None = field(default=None, init=False, repr=False)
     # by the kind of choice; None for a kind that was sorted once
 
-    _transient: ClassVar[tuple[str, ...]] = (*ExpertRouting._transient, "chosen", "sorters")
+    _transient: ClassVar[tuple[str, ...]] = (
+        *ExpertRouting._transient,
+        "chosen",
+        "sorters",
+        "settled",
+    )
 
     @property
     def num_pairs(self) -> int:
@@ -177,7 +185,7 @@ def sort_pairs(
             f"  given: a plan of {plan.num_slots} slots, a routing for {routing.num_slots}\n"
             f"  to do: make a new routing"
         )
-    routing.plan, routing.plan_refills = plan, plan.refills
+    routing.plan, routing.plan_refills, routing.settled = plan, plan.refills, False
     pairs = routing.num_pairs
     if pairs == 0:
         return

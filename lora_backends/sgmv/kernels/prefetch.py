@@ -44,17 +44,23 @@ def prefetch_a(x, a, slot, program, S: tl.constexpr):
 @triton.jit
 def prefetch_block(x, a, block, part, S: tl.constexpr):
     """Do so for one part of the inputs and a block of rows of A, `StackedRows`."""
-    LINE: tl.constexpr = 1024 // a.ptr.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
-    PART: tl.constexpr = S.STEPS * S.BLOCK_K
     # a rank from before that write prefetches too many rows or too few
     ranks_at = a.ranks + block.slot * S.NUM_SLICES + block.s
     rank = tl.load(ranks_at, mask=block.live, other=0, cache_modifier=".cg")  # [N]
     a_rows = rows_of_a(a, block.slot, block.s, block.r, S)
-    of_part = tl.arange(0, 4) * LINE
+    prefetch_rows(a_rows, block.r < rank, part, x.features, 4, S)
+
+
+@triton.jit
+def prefetch_rows(at, wanted, part, features, LINES: tl.constexpr, S: tl.constexpr):
+    """Do so for the first LINES lines of one part of the rows of A at some addresses [N]."""
+    LINE: tl.constexpr = 1024 // at.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
+    PART: tl.constexpr = S.STEPS * S.BLOCK_K
+    of_part = tl.arange(0, LINES) * LINE
     k = part * PART + of_part
     # without a branch, because every program must wait before it may end
-    wanted = (block.r < rank)[:, None] & ((of_part < PART) & (k < x.features))[None, :]
-    prefetch_lines(a_rows[:, None] + k[None, :], wanted)
+    wanted = wanted[:, None] & ((of_part < PART) & (k < features))[None, :]
+    prefetch_lines(at[:, None] + k[None, :], wanted)
 
 
 @triton.jit

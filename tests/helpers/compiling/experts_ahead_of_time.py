@@ -87,7 +87,8 @@ def site_kernels(dtype, programmatic, gpu):
             site = launch.with_scales(site, storage, slices, interleaved)
         sizes = PairShape(*pairs)
         tma = programmatic and not stored and not fresh
-        found = launch.kernels_of(sizes, sizes, site, fresh, tma, options)
+        settled = num_a == 1  # as for the second of two sites
+        found = launch.kernels_of(sizes, sizes, site, fresh, tma, options, settled)
         h = "*fp32" if found.split_k > 1 else f"*{'bf16' if stored else dtype}"
         yield found.shrink, {"h_ptr": h}
         yield found.expand, {"h_ptr": h} | ({"y_ptr": "*fp32"} if fresh else {})
