@@ -47,11 +47,16 @@ _SINGLE_VALUES = 4096  # of B per program there
 _SINGLE_ROWS = 8  # of A per program of a pair alone, where tiles are few
 _SINGLE_PROGRAMS = 96  # with fewer, multiprocessors are idle
 _SINGLE_LONG_PROGRAMS = 200  # the same for ranks above 16 in 16 bits, which are more bytes
-_SINGLE_PAIRS_PROGRAMS = 512  # the same where tiles are more than few
 _MOST_SINGLE_TILES = 16  # whose shrink takes no matrix product
 _MOST_SINGLE_INPUTS = 32768  # of a shrink without a matrix product: its code has every step
 _MOST_PLANES = 32  # of h
 _MOST_EAGER = 2**21  # values of A that are read before the rank is known: 1 us in 16 bits
+_GROUPED_K = 256  # inputs that groups of warps share out
+_MOST_GROUPED = 600  # blocks of 16 rows of A up to which they do, where A has 64 rows or more
+_MOST_HALVED = 1000  # the same for blocks of 32 rows
+_AT_ONCE = {4: 4, 3: 6, 2: 7}  # of such programs on a multiprocessor, by stages
+_PIPELINED_TILES = 40  # above which an expand of 16 pairs has loads of B by TMA in flight
+_MOST_ALONE_TILES = 600  # up to which ranks of 64 are expanded pair by pair
 _LINE = 64  # values of 16 bits in a line of memory: no step of a prefill is shorter
 
 
@@ -159,12 +164,15 @@ def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTile
     count = gpu.as_on_h200(pairs.tiles)
     shrink = _one_wave(tiles.shrink, tiles.shrink_rows, count, pairs, site, gpu)
     tiles = replace(tiles, shrink=shrink, expand=_loading_ahead(tiles, count, site))
+    if tiles.shrink_rows == MIN_DOT and site.in_features >= _GROUPED_K:
+        if (grouped := _shrink_in_groups(count, site)) is not None:
+            tiles = replace(tiles, shrink=fitting(grouped, MIN_DOT, site.item_bytes, gpu))
     if padded_rank(site.max_rank) > MIN_DOT:
-        return tiles
+        return _of_long_ranks(tiles, count, site, gpu.shared_bytes >= TMA_BYTES)
     by_pair = tiles.expand_rows == 1 and has_whole_rows(site.max_rank)
     if by_pair and _FEW_TILES < count <= H200.multiprocessors and site.in_features <= _SHORT_INPUT:
-        single = _shrink_single(count, site, 2 * _SINGLE_ROWS, _SINGLE_PAIRS_PROGRAMS)
-        tiles = replace(tiles, shrink=single, shrink_rows=1)
+        split_k = parts(site.in_features, 256, _MOST_PLANES)
+        tiles = replace(tiles, shrink=ShrinkTiles(16, 256, split_k, num_warps=2), shrink_rows=1)
     few_values = count * site.stacked * site.in_features <= _MOST_EAGER
     return replace(tiles, eager_a=tiles.eager_a or few_values)
 
@@ -308,6 +316,46 @@ def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkT
     return ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
 
 
+def _shrink_in_groups(tiles: int, site: SiteShape) -> ShrinkTiles | None:
+    """Return the sizes for tiles of 16 pairs; None: those of `_shrink`.
+
+    Groups of warps share out a step of 16 rows of A. Planes of h are few: the expand reads all.
+    """
+    blocks, narrow = site.stacked // MIN_DOT * tiles, padded_rank(site.max_rank) == MIN_DOT
+    if site.stacked >= 64 and blocks > _MOST_GROUPED:  # wider blocks read x less often
+        return ShrinkTiles(32, 128, 1, num_stages=4) if blocks <= _MOST_HALVED else None
+    wanted = -(-(200 if narrow else 120) // blocks)
+    if narrow and blocks <= 2 * H200.multiprocessors:
+        wanted = max(wanted, 2)
+    split_k = parts(site.in_features, _GROUPED_K, min(16, wanted))
+    stages = max(_AT_ONCE, key=lambda count: _fill(blocks * split_k, _AT_ONCE[count]))
+    return ShrinkTiles(MIN_DOT, _GROUPED_K, split_k, warps_k=4, num_stages=stages)
+
+
+def _fill(programs: int, at_once: int) -> float:
+    """Return the part of a GPU that programs keep busy; 1 where all run at once."""
+    slots = at_once * H200.multiprocessors
+    return 1.0 if programs <= slots else programs / (-(-programs // slots) * slots)
+
+
+def _of_long_ranks(tiles: SiteTiles, count: int, site: SiteShape, tma: bool) -> SiteTiles:
+    """Return the sizes for ranks above 16."""
+    rank_pad = padded_rank(site.max_rank)
+    if tiles.shrink_rows == 1:
+        block_k, warps = (512, 8) if site.in_features > _LONG_INPUT else (256, 4)
+        split_k = parts(site.in_features, block_k, _MOST_PLANES)
+        tiles = replace(tiles, shrink=ShrinkTiles(32, block_k, split_k, num_warps=warps))
+    if site.general or rank_pad > MAX_BLOCK_R:
+        return tiles
+    if tiles.expand_rows == 1 and rank_pad == MAX_BLOCK_R and count > _FEW_TILES:
+        if count <= _MOST_ALONE_TILES:  # a program loads a block while it adds one
+            return replace(tiles, expand=ExpandTiles(128, rank_pad, 2))
+        tiles = replace(tiles, expand_rows=MIN_DOT)
+    if tma and tiles.expand_rows == MIN_DOT and count > _PIPELINED_TILES:
+        return replace(tiles, expand=ExpandTiles(128, rank_pad, 2, num_warps=2, num_stages=2))
+    return tiles
+
+
 def _shrink_single(tiles: int, site: SiteShape, block_n: int, programs: int) -> ShrinkTiles:
     """Take the widest blocks of A for at least `programs` programs; each loads its block whole."""
     blocks = -(-site.stacked // block_n) * tiles
@@ -348,9 +396,6 @@ def _expand(tiles: int, site: SiteShape, rows: int, tma: bool) -> ExpandTiles:
 def prefetched_lines(shrink: ShrinkTiles, rows: int, site: SiteShape) -> int:
     """Return the lines of each row of A that a shrink may prefetch before it waits."""
     return _LINES
-
-
-_LINES = 4
 
 
 def chunks_of(width: int, block_c: int, most: int) -> int:

@@ -407,7 +407,8 @@ def test_steps_of_a_prefill_are_halved_where_all_programs_then_run_at_once(tiles
     [
         ((64, 28, 16), dataclasses.replace(DOWN, in_features=2880), True, True),
         ((32, 8, 16), LONG, True, True),
-        ((32, 8, 16), dataclasses.replace(LONG, in_features=4096), False, True),
+        ((32, 8, 16), dataclasses.replace(LONG, in_features=4096), True, True),
+        ((32, 8, 16), dataclasses.replace(LONG, in_features=128), False, True),
         ((512, 168, 16), dataclasses.replace(DOWN, in_features=2880), True, False),
     ],
 )
