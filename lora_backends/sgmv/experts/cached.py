@@ -98,7 +98,7 @@ class CachedSite:
     ) -> bool:
         """Launch both kernels.
 
-        Returns False, with nothing run, if the kernels for the routing's tiles are not kept here,
+        Returns False, with neither run, if the kernels for the routing's tiles are not kept here,
         if another device is current, or if launches are only noted.
         """
         device, choice = self._device, self._choice
@@ -106,13 +106,15 @@ class CachedSite:
             return False
         programmatic = choice.options.programmatic
         follow_plan(routing, programmatic)
-        both = choice.kernels(routing)
+        stream = self._stream_of(device.index)
+        capturing = bool(stream) and is_capturing(device)  # no graph captures the default stream
+        place = (stream, capturing) if programmatic else None  # as `launches_go`
+        both = choice.kernels(routing, place)
         pair = self._pairs.get((both.shrink, both.expand))
         if pair is None:
             return False
-        stream, plan = self._stream_of(device.index), routing.plan
-        if stream and is_capturing(device):  # no graph captures the default stream
-            plan.is_captured = True
+        if capturing:
+            routing.plan.is_captured = True
         # before the shrink: as in `add_experts`, no kernel may run between it and the expand
         factors = pair_factors(routing, self._weighted)
         shrunk = sort_tokens(routing, programmatic) if choice.site.by_token else routing
@@ -125,7 +127,7 @@ class CachedSite:
         tables, programs = _addresses(routing, pair.expand.parts)
         given = (at_h, y.data_ptr(), factors.data_ptr(), *tables, rows)
         pair.expand.kernel.launch(programs, stream, given, hooks)
-        routing.settled = True  # as in `launch_expand`
+        routing.settled = place
         if not stream:
             self._scratch.give_back(h)
         return True

@@ -81,6 +81,8 @@ def shrink_kernel(
     up to MAX_RANK, whatever the rank: few programs wait for loads that follow each other.
 
     BY_TOKEN: tiles hold tokens of one slot, and h has a row for every token, of MAX_RANK ranks.
+
+    SETTLED: the pairs were sorted before the kernel in front started (`SgmvRouting.settled`).
     """
     row = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
@@ -91,16 +93,16 @@ def shrink_kernel(
     rows_of_slot = s.to(tl.int64) * a_stride_s + r.to(tl.int64) * a_stride_r  # [N]
     if SITE.SETTLED:
         slot, expert, place, count, pair = pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE)
-        if SITE.LINES > 0:
-            at = a_ptr + slot * a_stride_l + expert * a_stride_e + rows_of_slot  # [N]
-            wanted = (s < SITE.NUM_A) & (r < tl.where(count > 0, SITE.MAX_RANK, 0))
-            if not SITE.EAGER:
-                # a rank from before an earlier kernel's write prefetches too many rows or too few
-                ranks_at = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e + s
-                wanted &= r < tl.load(ranks_at, mask=s < SITE.NUM_A, other=0, cache_modifier=".cg")
-            prefetch_rows(at, wanted, part, in_features, SITE.LINES, SIZES)
+        live = s < tl.where(count > 0, SITE.NUM_A, 0)  # [N]
+        wanted = live & (r < SITE.MAX_RANK)
+        if not SITE.EAGER:
+            # a rank from before an earlier kernel's write prefetches too many rows or too few
+            ranks_at = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e + s
+            wanted &= r < tl.load(ranks_at, mask=live, other=0, cache_modifier=".cg")
+        at = a_ptr + slot * a_stride_l + expert * a_stride_e + rows_of_slot  # [N]
+        prefetch_rows(at, wanted, part, in_features, SIZES)
     if SIZES.PROGRAMMATIC:
-        gdc_wait()  # before reading the routing, x, A and ranks, which an earlier kernel may write
+        gdc_wait()  # before reading x, A, ranks and an unsettled routing: a kernel may write them
         gdc_launch_dependents()
     if not SITE.SETTLED:
         slot, expert, place, count, pair = pairs_of(row, tiles_ptr, order_ptr, count_ptr, SITE)
@@ -111,7 +113,9 @@ def shrink_kernel(
         rank = tl.where(s < SITE.NUM_A, SITE.MAX_RANK, 0)  # [N]
     else:
         ranks_at = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e + s
-        rank = tl.load(ranks_at, mask=s < SITE.NUM_A, other=0, cache_modifier=".cg")  # [N]
+        # from L2: a line of L1 that came before the wait may be old
+        FROM: tl.constexpr = ".cg" if SITE.SETTLED else ""
+        rank = tl.load(ranks_at, mask=s < SITE.NUM_A, other=0, cache_modifier=FROM)  # [N]
     if SITE.EAGER:
         used = (s < SITE.NUM_A) & (r < SITE.MAX_RANK)
     else:

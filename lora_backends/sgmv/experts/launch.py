@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from lora_backends.common.devices import is_capturing
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.experts import ExpertWeights
 from lora_backends.sgmv.experts import kernels, rules
-from lora_backends.sgmv.experts.routing import SgmvRouting, sort_tokens
+from lora_backends.sgmv.experts.routing import SgmvRouting, launches_go, sort_tokens
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape, SiteTiles
 from lora_backends.sgmv.kernels.operands import SiteSizes, SumSizes
 from lora_backends.sgmv.launch import Options
@@ -67,12 +68,15 @@ class SiteChoice:
     tma: bool  # whether B allows it
     options: Options
 
-    def kernels(self, routing: SgmvRouting) -> SiteKernels:
-        """Return the kernels that add to y; a routing keeps them."""
+    def kernels(self, routing: SgmvRouting, place: Any) -> SiteKernels:
+        """Return the kernels that add to y; a routing keeps them.
+
+        `place` is where they are launched, as `launches_go`, or None: the shrink waits first.
+        """
         if routing.chosen is None:
             routing.chosen = {}
-        # `sort_tokens` sorts tokens before every call
-        settled = routing.settled and not self.site.by_token
+        settled = place is not None and place == routing.settled
+        settled &= not self.site.by_token  # tokens are sorted before every call
         both: SiteKernels | None = routing.chosen.get((self, settled))
         if both is None:
             shrunk = routing.of_tokens if self.site.by_token else routing.shape
@@ -133,10 +137,11 @@ def add_experts(
     tma = tma and allows_tma(_located(weights.lora_b), weights.max_rank, 0)
     shrunk = sort_tokens(routing, options.programmatic) if site.by_token else routing
     choice = choice_of(site, tma, options)
+    place = launches_go(y.device) if options.programmatic else None
     if reduce:
         both = kernels_of(routing.shape, shrunk.shape, site, True, False, options)
     else:
-        both = choice.kernels(routing)
+        both = choice.kernels(routing, place)
     # copies are made before the first launch: no kernel may run between the shrink and an expand
     # that starts before the shrink has ended
     tables = weights.ranks.contiguous(), weights.scalings.contiguous()
@@ -147,13 +152,20 @@ def add_experts(
     )
     call = SiteCall(x, weights, routing, y, *tables, factors, *of_stacks, shrunk)
     if not reduce:
-        launched = launch_site(call, both, y)
+        h = _new_h(call, both.split_k)
+        if is_capturing(y.device) and not both.shrink.is_compiled(shrink_arguments(call, both, h)):
+            both = choice.kernels(routing, None)  # the warm-up may have been the first call alone
+        launched = launch_shrink(call, both, h), launch_expand(call, both, h, y)
+        routing.settled = place
         read = weights.ranks, weights.scalings, weights.a_scales, weights.b_scales
         is_copied = any(each is not None and not each.is_contiguous() for each in read)
         return None if is_copied else SiteLaunches(choice, *launched)
     shape = (routing.num_tokens, routing.top_k, weights.out_features)
     deltas = torch.empty(shape, dtype=torch.float32, device=y.device)
-    launch_site(call, both, deltas)
+    h = _new_h(call, both.split_k)
+    launch_shrink(call, both, h)
+    launch_expand(call, both, h, deltas)
+    routing.settled = place
     _launch_sum(call, deltas, _sum_kernel(site, options.programmatic))
     return None
 
@@ -168,14 +180,15 @@ def pair_factors(routing: SgmvRouting, weighted: bool) -> torch.Tensor:
     return scales * factors if weighted else scales.contiguous()
 
 
-def launch_site(call: SiteCall, both: SiteKernels, to: torch.Tensor) -> tuple[Launched, Launched]:
-    """Launch both kernels; `to` [num_tokens, top_k, out_features] is y, or where deltas go."""
-    h = _new_h(call, both.split_k)
-    return launch_shrink(call, both, h), launch_expand(call, both, h, to)
-
-
 def launch_shrink(call: SiteCall, both: SiteKernels, h: torch.Tensor) -> Launched:
     """Write h [planes, places, num_a * padded rank]."""
+    arguments = shrink_arguments(call, both, h)
+    both.shrink.launch(tiles_of(call.shrunk, parts_of(both.shrink))[1], arguments)
+    return Launched(both.shrink, arguments)
+
+
+def shrink_arguments(call: SiteCall, both: SiteKernels, h: torch.Tensor) -> Arguments:
+    """Return the arguments of the shrink."""
     x, a, ranks, scales, shrunk = (
         call.x,
         call.weights.lora_a,
@@ -183,16 +196,14 @@ def launch_shrink(call: SiteCall, both: SiteKernels, h: torch.Tensor) -> Launche
         call.a_scales,
         call.shrunk,
     )
-    tables, rows = tiles_of(shrunk, parts_of(both.shrink))
+    tables, _ = tiles_of(shrunk, parts_of(both.shrink))
     tensors = (x, stored_bytes(a), scales, ranks, *tables, h)
     strides = (x.stride(0), *strides_of(a, 4), *strides_of(scales, 4), *strides_of(ranks, 2))
-    arguments = Arguments(tensors, (), (a.shape[4], *strides, h.shape[1]))
-    both.shrink.launch(rows, arguments)
-    return Launched(both.shrink, arguments)
+    return Arguments(tensors, (), (a.shape[4], *strides, h.shape[1]))
 
 
 def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.Tensor) -> Launched:
-    """Add the deltas to `to`, or write them there."""
+    """Add the deltas to `to` [num_tokens, top_k, out_features], or write them there."""
     routing, ranks, scalings, scales = call.routing, call.ranks, call.scalings, call.b_scales
     b, sizes, tma = call.weights.lora_b, both.expand.sizes, None
     if sizes.STAGES > 1:
@@ -204,7 +215,6 @@ def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.
     tensors = (h, stored_bytes(b), scales, to, ranks, scalings, call.factors, *tiles)
     arguments = Arguments(tensors, (tma,), (h.shape[1], *strides))
     both.expand.launch(rows, arguments)
-    routing.settled = True  # the expand ends after the shrink, and that after the sort
     return Launched(both.expand, arguments)
 
 
@@ -311,8 +321,8 @@ def kernels_of(
     """Return both kernels of a site.
 
     `pairs` are those of the routing, `shrunk` those of the tiles that the shrink runs on. `fresh`:
-    the expand writes deltas instead of adding them. `tma`: B allows TMA. `settled`: that of the
-    routing.
+    the expand writes deltas instead of adding them. `tma`: B allows TMA. `settled`: the pairs were
+    sorted long before.
     """
     tiles = _choose_tiles(pairs, site, options.gpu)
     if site.by_token:
@@ -326,7 +336,7 @@ def kernels_of(
     if general:
         expand = replace(expand, chunks=1)
     return SiteKernels(
-        _shrink_kernel(tiles, shrunk.tile, site, options, settled and options.programmatic),
+        _shrink_kernel(tiles, shrunk.tile, site, options, settled),
         _expand_kernel(replace(tiles, expand=expand), pairs.tile, site, fresh, options),
         tiles.shrink.split_k,
     )
@@ -347,16 +357,13 @@ def _shrink_kernel(
     shape, sizes = site.shape, tiles.shrink
     top_k = 1 if site.by_pair or site.by_token else site.top_k
     of_site = _site_sizes(site, top_k, tiles.shrink_rows, tile, tiles.eager_a)
-    if settled:
-        lines = rules.prefetched_lines(sizes, tiles.shrink_rows, shape)
-        of_site = of_site._replace(SETTLED=True, LINES=lines)
     return specialized(
         kernels.shrink_kernel,
         -(-shape.stacked // sizes.block_n) * sizes.split_k,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
         programmatic=options.programmatic,
-        SITE=of_site,
+        SITE=of_site._replace(SETTLED=settled),
         SIZES=shrink_sizes(
             sizes,
             shape.in_features,

@@ -26,6 +26,7 @@ from lora_backends.sgmv.launching.kernel import (
     RECORD,
     Arguments,
     SpecializedKernel,
+    current_stream,
     has_launch_hooks,
     is_current,
     several_devices,
@@ -77,9 +78,10 @@ class SgmvRouting(ExpertRouting):
     tokens: SgmvRouting | None = field(default=None, init=False)
     # the tokens sorted by slot, made for the first layer whose experts all share an A
     plan_refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
-    settled: bool = field(default=False, init=False)
-    # whether the last kernel on the stream waited for the sort to end, so that one that starts
-    # early may read the tables
+    settled: Any = field(default=None, init=False, repr=False)
+    # where a site's kernels have been launched since the pairs were sorted (`launches_go`): the
+    # expand ends after the shrink, which ends after the sort, so that no later kernel there starts
+    # before the tables are complete
     chosen: dict[Any, Any] | None = field(default=None, init=False, repr=False)
     # the kernels of each `SiteChoice`
     sorters: dict[Any, _Sorter | None] | None = field(default=None, init=False, repr=False)
@@ -185,7 +187,7 @@ def sort_pairs(
             f"  given: a plan of {plan.num_slots} slots, a routing for {routing.num_slots}\n"
             f"  to do: make a new routing"
         )
-    routing.plan, routing.plan_refills, routing.settled = plan, plan.refills, False
+    routing.plan, routing.plan_refills, routing.settled = plan, plan.refills, None
     pairs = routing.num_pairs
     if pairs == 0:
         return
@@ -271,6 +273,14 @@ class _Sorter:
         for rows, kernel in self._more:
             kernel.launch(rows, stream, (), hooks)
         return True
+
+
+def launches_go(device: torch.device) -> Any:
+    """Return where: into a record, or to a stream, and whether a graph captures it."""
+    recorded = RECORD.get()
+    if recorded is not None:
+        return recorded
+    return current_stream(device.index), is_capturing(device)
 
 
 def follow_plan(routing: SgmvRouting, programmatic: bool) -> None:

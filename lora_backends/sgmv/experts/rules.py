@@ -393,11 +393,6 @@ def _expand(tiles: int, site: SiteShape, rows: int, tma: bool) -> ExpandTiles:
     return ExpandTiles(block_c, block_r, chunks_of(site.widest, block_c, 4))
 
 
-def prefetched_lines(shrink: ShrinkTiles, rows: int, site: SiteShape) -> int:
-    """Return the lines of each row of A that a shrink may prefetch before it waits."""
-    return _LINES
-
-
 def chunks_of(width: int, block_c: int, most: int) -> int:
     """Return the chunks per program, up to `most`, that cover `width` with the least waste.
 

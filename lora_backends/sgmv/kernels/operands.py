@@ -237,8 +237,7 @@ class SiteSizes(NamedTuple):
     BY_TOKEN: bool  # h has a row for every token, not for every place
     INTERLEAVED: bool  # column c belongs to slice c % NUM_A
     WEIGHTED: bool
-    SETTLED: bool = False  # whether a shrink may read the routing before it waits
-    LINES: int = 0  # of 128 bytes of each row of A that such a shrink prefetches
+    SETTLED: bool = False  # whether a shrink reads the routing before it waits
 
 
 class SumSizes(NamedTuple):

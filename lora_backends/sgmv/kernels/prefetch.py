@@ -7,6 +7,9 @@ import triton.language as tl
 from lora_backends.sgmv.kernels.indexing import rows_of_a
 from lora_backends.sgmv.kernels.operands import StackedRows
 
+LINES = tl.constexpr(4)
+"""Of each row of A, which are brought in at most."""
+
 
 @triton.jit
 def prefetch_lines(pointers, wanted):
@@ -48,12 +51,12 @@ def prefetch_block(x, a, block, part, S: tl.constexpr):
     ranks_at = a.ranks + block.slot * S.NUM_SLICES + block.s
     rank = tl.load(ranks_at, mask=block.live, other=0, cache_modifier=".cg")  # [N]
     a_rows = rows_of_a(a, block.slot, block.s, block.r, S)
-    prefetch_rows(a_rows, block.r < rank, part, x.features, 4, S)
+    prefetch_rows(a_rows, block.r < rank, part, x.features, S)
 
 
 @triton.jit
-def prefetch_rows(at, wanted, part, features, LINES: tl.constexpr, S: tl.constexpr):
-    """Do so for the first LINES lines of one part of the rows of A at some addresses [N]."""
+def prefetch_rows(at, wanted, part, features, S: tl.constexpr):
+    """Do so for one part of the rows of A that begin at some addresses [N]."""
     LINE: tl.constexpr = 1024 // at.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
     PART: tl.constexpr = S.STEPS * S.BLOCK_K
     of_part = tl.arange(0, LINES) * LINE
