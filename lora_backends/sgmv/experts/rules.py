@@ -1,7 +1,8 @@
 """Sizes for experts: pure functions of shapes and a GPU, fitted to one H200 in bfloat16.
 
-Any result is correct on any shape. For another GPU, which is untried, they count tiles as an H200
-would and take no more shared memory than it has.
+All stacks start from `_common_tiles`, which float32 keeps; 16 and 8 bits each replace the sizes
+that searches beat. Any result is correct on any shape. For another GPU, which is untried, they
+count tiles as an H200 would and take no more shared memory than it has.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ _MOST_SINGLE_RANKS = 128  # up to which a pair alone is expanded without a matri
 _SINGLE_VALUES = 4096  # of B per program there
 _SINGLE_ROWS = 8  # of A per program of a pair alone, where tiles are few
 _SINGLE_PROGRAMS = 96  # with fewer, multiprocessors are idle
-_SINGLE_LONG_PROGRAMS = 200  # the same for ranks above 16 in 16 bits, which are more bytes
+_SINGLE_LONG_PROGRAMS = 200  # the same for ranks above 16, which are more bytes; in float32 alone
 _MOST_SINGLE_TILES = 16  # whose shrink takes no matrix product
 _MOST_SINGLE_INPUTS = 32768  # of a shrink without a matrix product: its code has every step
 _MOST_PLANES = 32  # of h
 _MOST_EAGER = 2**21  # values of A that are read before the rank is known: 1 us in 16 bits
+# Of shrinks of 16 pairs in 16 bits, and of expands of ranks above 16:
 _GROUPED_K = 256  # inputs that groups of warps share out
 _MOST_GROUPED = 600  # blocks of 16 rows of A up to which they do, where A has 64 rows or more
 _MOST_HALVED = 1000  # the same for blocks of 32 rows
-_AT_ONCE = {4: 4, 3: 6, 2: 7}  # of such programs on a multiprocessor, by stages
+_AT_ONCE = {4: 4, 3: 6, 2: 7}  # of such programs on a multiprocessor, by stages; the first wins
 _PIPELINED_TILES = 40  # above which an expand of 16 pairs has loads of B by TMA in flight
 _MOST_ALONE_TILES = 600  # up to which ranks of 64 are expanded pair by pair
 _LINE = 64  # values of 16 bits in a line of memory: no step of a prefill is shorter
@@ -178,7 +180,7 @@ def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTile
 
 
 def _common_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu) -> SiteTiles:
-    """Return the sizes that stacks of 16 and of 8 bits start from."""
+    """Return the sizes that all stacks start from."""
     tiles = gpu.as_on_h200(pairs.tiles)
     rank_pad, few = padded_rank(site.max_rank), tiles <= _FEW_TILES
     shrink_rows = max(MIN_DOT, min(64, pairs.tile))
@@ -285,7 +287,11 @@ def choose_tiles_of_8_bits(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -
 
 
 def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
-    """Split the inputs until every multiprocessor has work; the expand reads every plane back."""
+    """Split the inputs until every multiprocessor has work; the expand reads every plane back.
+
+    Of tiles of 16 pairs, 16 bits take these sizes only if `_shrink_in_groups` has none, or if the
+    inputs are few.
+    """
     stacked = power_of_two(site.stacked)
     if site.item_bytes == 4:
         block_n = min(32, stacked)
@@ -317,7 +323,7 @@ def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkT
 
 
 def _shrink_in_groups(tiles: int, site: SiteShape) -> ShrinkTiles | None:
-    """Return the sizes for tiles of 16 pairs; None: those of `_shrink`.
+    """Return the sizes for tiles of 16 pairs in 16 bits; None: those of `_shrink`.
 
     Groups of warps share out a step of 16 rows of A. Planes of h are few: the expand reads all.
     """
@@ -339,7 +345,7 @@ def _fill(programs: int, at_once: int) -> float:
 
 
 def _of_long_ranks(tiles: SiteTiles, count: int, site: SiteShape, tma: bool) -> SiteTiles:
-    """Return the sizes for ranks above 16."""
+    """Return the sizes for ranks above 16 in 16 bits."""
     rank_pad = padded_rank(site.max_rank)
     if tiles.shrink_rows == 1:
         block_k, warps = (512, 8) if site.in_features > _LONG_INPUT else (256, 4)
@@ -350,7 +356,7 @@ def _of_long_ranks(tiles: SiteTiles, count: int, site: SiteShape, tma: bool) -> 
     if tiles.expand_rows == 1 and rank_pad == MAX_BLOCK_R and count > _FEW_TILES:
         if count <= _MOST_ALONE_TILES:  # a program loads a block while it adds one
             return replace(tiles, expand=ExpandTiles(128, rank_pad, 2))
-        tiles = replace(tiles, expand_rows=MIN_DOT)
+        tiles = replace(tiles, expand=_expand(count, site, MIN_DOT, tma), expand_rows=MIN_DOT)
     if tma and tiles.expand_rows == MIN_DOT and count > _PIPELINED_TILES:
         return replace(tiles, expand=ExpandTiles(128, rank_pad, 2, num_warps=2, num_stages=2))
     return tiles

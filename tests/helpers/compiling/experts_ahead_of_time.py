@@ -29,12 +29,16 @@ TABLES = {
     "starts_ptr": "*i32",
 }
 GATE_UP, GPT = (2, 16, 2048, (768, 768), False), (2, 16, 2880, (2880, 2880), True)
-DOWN, ODD = (1, 16, 768, (2048,), False), (3, 130, 77, (33, 7, 1), False)
+DOWN, DOWN_64 = [(1, rank, 768, (2048,), False) for rank in (16, 64)]
+ODD = 3, 130, 77, (33, 7, 1), False
 CASES = {  # (pairs, keys, tile), (num_a, rank, inputs, slices, interleaved), top_k, fresh
     "bf16": [
         ((8, 8, 16), GATE_UP, 8, False),
-        ((128, 82, 16), GATE_UP, 8, False),  # pair by pair, A after the rank
+        ((128, 82, 16), GATE_UP, 8, False),  # pair by pair, A after the rank; 2 warps
+        ((8, 8, 16), (1, 32, 14336, (4096,), False), 8, False),  # 8 warps
         ((512, 413, 16), DOWN, 8, False),  # groups of warps share a step; two blocks a program
+        ((128, 120, 16), DOWN_64, 8, False),  # groups of warps; two blocks of a pair
+        ((256, 200, 16), DOWN_64, 8, False),  # blocks of 32 rows of A; TMA in tiles of 16
         ((512, 300, 16), (2, 64, 2048, (768, 768), False), 8, False),
         ((32768, 1024, 64), DOWN, 8, False),
         ((1024, 128, 16), GPT, 4, False),
@@ -87,7 +91,7 @@ def site_kernels(dtype, programmatic, gpu):
             site = launch.with_scales(site, storage, slices, interleaved)
         sizes = PairShape(*pairs)
         tma = programmatic and not stored and not fresh
-        settled = num_a == 1  # as for the second of two sites
+        settled = programmatic and num_a == 1  # as for the second of two sites
         found = launch.kernels_of(sizes, sizes, site, fresh, tma, options, settled)
         h = "*fp32" if found.split_k > 1 else f"*{'bf16' if stored else dtype}"
         yield found.shrink, {"h_ptr": h}
