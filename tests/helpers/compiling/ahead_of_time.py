@@ -365,9 +365,12 @@ def check_ptx(found, dtype, ptx):
         check_waits_first(ptx)
     elif isinstance(sizes, ShrinkSizes):
         check_waits_first(ptx)
-        prefetched = "prefetch.global.L2" in ptx.partition("griddepcontrol")[0]
-        early = is_dense or name == "blend_shrink_kernel"
-        assert prefetched == (early and sizes.WARPS_K > 0), "A is prefetched late"
+        before, _, _ = ptx.partition("griddepcontrol")
+        early = (is_dense or name == "blend_shrink_kernel") and sizes.WARPS_K > 0
+        if "SITE" in found.constants:
+            early = found.constants["SITE"].SETTLED
+            assert ("ld.global" in before) == early, "only settled routings are read early"
+        assert ("prefetch.global.L2" in before) == early, "A is prefetched late"
     elif name == "base_kernel" or getattr(sizes, "LATE_Y", False):
         check_waits(name, ptx)
 

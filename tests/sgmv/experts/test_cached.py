@@ -45,11 +45,11 @@ def log(monkeypatch, current):
 
 @pytest.fixture(params=ENGINES)
 def new(request):
-    """Return a function to an engine that has cached nothing; it may have TMA."""
+    """Return a function to an engine that has cached nothing; it may have a GPU's options."""
 
-    def make(tma=False):
+    def make(**options):
         backend = ENGINES[request.param]("cpu", tiles="rules")
-        backend._options = backend._options._replace(tma=tma)
+        backend._options = backend._options._replace(**options)
         return backend
 
     return make
@@ -531,3 +531,101 @@ def test_a_copied_routing_sorts_into_its_own_memory(log, new):
     ((_, _, arguments, _, _),) = log
     assert copied.order.data_ptr() in arguments
     assert batch.routing.order.data_ptr() not in arguments
+
+
+@pytest.fixture
+def capture(monkeypatch, current):
+    """Return a function that says whether a graph captures the current stream from now on."""
+
+    def set_capture(on):
+        for module in (cached, launch, routing):
+            monkeypatch.setattr(module, "is_capturing", lambda device: on)
+
+    current.stream = 5
+    return set_capture
+
+
+def settled(log):
+    """Return, for each shrink, whether it reads the routing before it waits."""
+    found = [made.arguments[-2].SETTLED for made in log if made.name == "shrink_kernel"]
+    log.clear()
+    return found
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 600])
+def test_later_sites_read_the_routing_before_they_wait(log, new, tokens):
+    backend, up, down = new(programmatic=True), layer(), layer(rank=5)
+    batch = Batch(backend, tokens)
+    for _ in range(2):  # launched in full, and from the cache
+        backend.prepare_experts(
+            batch.routing.plan, batch.ids, batch.factors, EXPERTS, out=batch.routing
+        )
+        for weights in (up, down, up):
+            batch.run(backend, weights)
+        assert settled(log) == [False, True, True]
+    assert len(batch.routing.chosen) == 3
+    backend.prepare_batch(Batch(backend, tokens, 1).batch, out=batch.routing.plan)
+    for weights in (down, up):
+        batch.run(backend, weights)
+    assert settled(log) == [False, True]
+    for each in (copy.deepcopy(batch.routing), pickle.loads(pickle.dumps(batch.routing))):
+        assert each.settled is None
+
+
+def test_each_of_several_routings_is_settled_for_itself(log, new):
+    backend, weights = new(programmatic=True), layer()
+    first, second = Batch(backend), Batch(backend)
+    for batch in (first, second, first, second):
+        batch.run(backend, weights)
+    assert settled(log) == [False, False, True, True]
+
+
+def test_without_early_launches_there_is_one_shrink(log, new):
+    backend, weights = new(), layer()
+    batch = Batch(backend)
+    for _ in range(3):
+        batch.run(backend, weights)
+    assert settled(log) == [False] * 3
+    assert len(batch.routing.chosen) == 1 and batch.routing.settled is None
+
+
+def test_tokens_sorted_before_each_call_and_sums_wait(log, new):
+    backend, weights, shared = new(programmatic=True), layer(), layer(shared=True)
+    batch, sums = Batch(backend), torch.zeros(7, 256).bfloat16()
+    for _ in range(3):
+        batch.run(backend, shared)
+        backend.run_experts(batch.x, weights, batch.routing, sums, reduce=True)
+    assert settled(log) == [False] * 6
+    batch.run(backend, weights)
+    assert settled(log) == [True]
+
+
+def test_a_routing_is_settled_only_where_kernels_were_launched(log, new, current, capture):
+    """On a stream; a record and a capture launch nothing."""
+    backend, weights, later = new(programmatic=True), layer(), layer(rank=5)
+    batch = Batch(backend)
+    with backend.recording() as recorded:
+        for each in (weights, later):
+            batch.run(backend, each)
+    noted = {
+        kernel.constants["SITE"].MAX_RANK: kernel.constants["SITE"].SETTLED
+        for kernel, _ in recorded.kernels
+        if kernel.kernel.__name__ == "shrink_kernel"
+    }
+    assert noted == {16: False, 5: True}
+    for stream, capturing in ((5, False), (5, True), (5, False), (6, False), (6, False)):
+        current.stream = stream
+        capture(capturing)
+        batch.run(backend, weights)
+    assert settled(log) == [False, False, False, False, True]
+
+
+def test_a_capture_takes_a_shrink_that_is_compiled(log, new, capture):
+    """The warm-up may be one call, but the one that a graph captures a later one."""
+    backend, weights = new(programmatic=True), layer()
+    batch = Batch(backend)
+    for capturing in (False, True, True, False, False, True, True):
+        capture(capturing)
+        batch.run(backend, weights)
+    # the third call alone has a settled routing and no compiled kernel for it
+    assert settled(log) == [False, False, False, False, True, False, True]

@@ -417,6 +417,57 @@ def test_shrinks_of_few_tiles_wait_for_fewer_loads(pairs, site, shared_out, eage
     assert (tiles.shrink.warps_k > 1, tiles.eager_a) == (shared_out, eager)
 
 
+@pytest.mark.parametrize(
+    ("site", "tiles", "sizes"),
+    [
+        (QWEN, 8, (16, 8, 4)),  # planes give every multiprocessor a program
+        (QWEN, 132, (16, 2, 4)),  # two planes at least, at rank 16
+        (QWEN, 150, (16, 1, 4)),
+        (QWEN, 300, (16, 1, 3)),  # 600 programs run at once with fewer stages
+        (QWEN, 413, (16, 1, 2)),
+        (QWEN, 600, (16, 1, 4)),  # 1,200 do not; with 4 stages the last wave is fuller
+        (WIDE, 8, (16, 4, 4)),
+        (WIDE, 132, (16, 1, 4)),
+        (WIDE, 250, (32, 1, 4)),  # wider blocks
+        (WIDE, 264, None),
+    ],
+)
+def test_groups_of_warps_take_the_planes_and_stages_that_fill_waves(site, tiles, sizes):
+    found = rules._shrink_in_groups(tiles, site)
+    assert sizes == (found and (found.block_n, found.split_k, found.num_stages))
+    assert found is None or (found.warps_k == 4) == (found.block_n == 16)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "rank", "rows", "expand"),
+    [
+        ((8, 8, 16), 64, 1, (64, 1, 1, 4)),  # few tiles
+        ((128, 120, 16), 64, 1, (128, 2, 1, 4)),  # a block is loaded while another is added
+        ((128, 120, 16), 32, 1, (256, 1, 1, 4)),
+        ((800, 790, 16), 64, 16, (128, 2, 2, 2)),  # so many that tiles win
+        ((256, 120, 16), 32, 16, (128, 2, 2, 2)),  # TMA, by two warps
+        ((64, 30, 16), 32, 16, (128, 1, 1, 4)),
+        ((256, 120, 16), 128, 16, (128, 1, 1, 4)),  # ranks in two blocks
+    ],
+)
+def test_long_ranks_are_expanded_by_tma_where_tiles_are_many(pairs, rank, rows, expand):
+    site = dataclasses.replace(WIDE, max_rank=rank)
+    tiles = rules.choose_tiles(PairShape(*pairs), site)
+    found = tiles.expand
+    sizes = found.block_c, found.chunks, found.num_stages, found.num_warps
+    assert (tiles.expand_rows, sizes) == (rows, expand)
+    small = rules.choose_tiles(PairShape(*pairs), site, Gpu(132, TMA_BYTES - 1))
+    assert small.expand_rows == rows and small.expand.num_stages == 1
+    assert small.expand.num_warps == 4
+
+
+@pytest.mark.parametrize(("inputs", "sizes"), [(14336, (512, 8)), (4096, (256, 4))])
+def test_long_ranks_pair_by_pair_are_shrunk_in_blocks_of_32_rows(inputs, sizes):
+    site = dataclasses.replace(WIDE, in_features=inputs)
+    shrink = rules.choose_tiles(PairShape(8, 8, 16), site).shrink
+    assert (shrink.block_n, shrink.block_k, shrink.num_warps) == (32, *sizes)
+
+
 @pytest.mark.parametrize("site", [QWEN, WIDE, ODD])
 @pytest.mark.parametrize("keys", [2, 8, 100])
 def test_a_gpu_of_half_the_size_takes_the_sizes_for_twice_the_tiles(site, keys):
@@ -490,3 +541,51 @@ def test_repeated_calls_add_what_first_ones_do(make, monkeypatch, tokens, shared
     sorts = 1 if tokens * TOP_K <= routing.MOST_COMPARED else 2
     by_token = 1 if shared else 0
     assert len(seen) == sorts + by_token + 2 and len(made.routed_calls) == 1
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs need a GPU")
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("tokens", [3, 100])
+def test_a_graph_of_later_sites_follows_refills(make, tokens, whole):
+    """It captures the sort and both sites, or the later site alone, after one call of each."""
+    made, reference = make(), get_backend("torch_ref", device=make().device)
+    first, later = [layer(made.device, 16, num_a, torch.bfloat16) for num_a in (2, 1)]
+    ids = torch.zeros(tokens, TOP_K, dtype=torch.int64, device=made.device)
+    factors = torch.ones(tokens, TOP_K, device=made.device)
+    x = torch.randn(tokens, 16, device=made.device, dtype=torch.bfloat16)
+    of_pairs = torch.randn(tokens * TOP_K, 16, device=made.device, dtype=torch.bfloat16)
+    ys = torch.zeros(2, tokens, TOP_K, 48, device=made.device, dtype=torch.bfloat16)
+    plan = made.prepare_batch(LoRABatch([0] * tokens, SLOTS), capacity=tokens)
+    kept = made.prepare_experts(plan, ids, factors, EXPERTS)
+
+    def begin(backend, plan, routing, y):
+        routing = backend.prepare_experts(plan, ids, factors, EXPERTS, out=routing)
+        backend.run_experts(x, first, routing, y)
+        return routing
+
+    def end(backend, routing, y):
+        backend.run_experts(of_pairs, later, routing, y, rows="pairs", weighted=True)
+
+    begin(made, plan, kept, ys[0])
+    end(made, kept, ys[1])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if whole:
+            begin(made, plan, kept, ys[0])
+        end(made, kept, ys[1])
+    for step in range(8):
+        generator = torch.Generator().manual_seed(step)
+        batch = LoRABatch(torch.randint(-1, SLOTS, (tokens,), generator=generator), SLOTS)
+        ids.copy_(torch.randint(-1, EXPERTS, (tokens, TOP_K), generator=generator))
+        factors.copy_(torch.rand(tokens, TOP_K, generator=generator))
+        made.prepare_batch(batch, out=plan)
+        ys.zero_()
+        if not whole:
+            begin(made, plan, kept, ys[0])
+        graph.replay()
+        expected = torch.zeros_like(ys)
+        routed = begin(reference, reference.prepare_batch(batch), None, expected[0])
+        end(reference, routed, expected[1])
+        size = float(expected.abs().max())
+        torch.testing.assert_close(ys, expected, rtol=0, atol=size * 16 * UNITS[x.dtype])
