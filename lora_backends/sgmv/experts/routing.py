@@ -325,9 +325,13 @@ def _compare(
     programmatic: bool,
 ) -> SpecializedKernel:
     width = max(16, power_of_two(pairs))
+    # one warp sums without a barrier, but has more values of each of its pairs
+    own, warps = (2, 1) if width <= 128 else (4, 4)
+    if pairs <= 8:
+        own = 8
     sizes = RoutingSizes(
         NUM_EXPERTS=num_experts,
-        OWN=8 if pairs <= 8 else 4,
+        OWN=own,
         PROGRAMMATIC=programmatic,
         TOP_K=top_k,
         HAS_MAP=has_map,
@@ -336,7 +340,7 @@ def _compare(
         BLOCK_Q=width,
         ONE_PROGRAM=pairs <= 8,
     )
-    return _kernel(routing_kernels.compare_kernel, sizes, 1 if width == 16 else 4)
+    return _kernel(routing_kernels.compare_kernel, sizes, warps)
 
 
 @lru_cache(maxsize=1024)
