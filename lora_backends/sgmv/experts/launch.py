@@ -154,7 +154,8 @@ def add_experts(
     if not reduce:
         h = _new_h(call, both.split_k)
         if is_capturing(y.device) and not both.shrink.is_compiled(shrink_arguments(call, both, h)):
-            both = choice.kernels(routing, None)  # the warm-up may have been the first call alone
+            # no module can be loaded now, and the warm-up may have been a first call alone
+            both = choice.kernels(routing, None)
         launched = launch_shrink(call, both, h), launch_expand(call, both, h, y)
         routing.settled = place
         read = weights.ranks, weights.scalings, weights.a_scales, weights.b_scales
@@ -321,8 +322,8 @@ def kernels_of(
     """Return both kernels of a site.
 
     `pairs` are those of the routing, `shrunk` those of the tiles that the shrink runs on. `fresh`:
-    the expand writes deltas instead of adding them. `tma`: B allows TMA. `settled`: the pairs were
-    sorted long before.
+    the expand writes deltas instead of adding them. `tma`: B allows TMA. `settled`: the shrink
+    reads the routing before it waits.
     """
     tiles = _choose_tiles(pairs, site, options.gpu)
     if site.by_token:
