@@ -155,10 +155,10 @@ def search(
 
 
 def far_away(tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu) -> list[TileConfig]:
-    """Return sizes that climbing from others rarely reaches: several differ at once.
+    """Return sizes that climbing rarely reaches, because several of them change together.
 
-    Groups of warps share out long steps of 16 rows of A, with one to four programs a
-    multiprocessor. On an H200 they beat what climbing had found in a quarter of 58 batches.
+    In each, groups of warps share out long steps of 16 rows of A; multiprocessors have one, two or
+    four programs each. On an H200 they beat what climbing had found in a quarter of 58 batches.
     """
     blocks, block_k = -(-layer.stacked // MIN_DOT) * batch.rows, 256
     splits = [

@@ -57,7 +57,7 @@ class WrappedModel:
         # Experts see hidden states as a linear layer does, so one probe is enough.
         as_modules = {path: site.as_module for path, site in self.experts.items()}
         self.layouts, misfits = probe(base, sites | routers | as_modules, trial)
-        for path in misfits.keys() & sites.keys():  # not routers, which return their choice, too
+        for path in misfits.keys() & sites.keys():  # routers may return a tuple
             sites[path] = replace(sites[path], refusal=sites[path].refusal or misfits[path])
         self.sites = sites | routers
         served = Served(self.key, backend, self.layouts)

@@ -320,5 +320,7 @@ def test_a_convolution_that_returns_no_tensor_is_refused():
         "unet.conv_in.lora_B.weight": torch.randn(conv.out_channels, 2, 1, 1),
     })  # fmt: skip
     conv.register_forward_hook(lambda module, args, y: (y,), prepend=True)
-    with pytest.raises(UnsupportedInputError, match="conv_in, a Conv2d: it returned a tuple of T"):
+    with pytest.raises(
+        UnsupportedInputError, match=r"conv_in \(Conv2d\): it returned a tuple of T"
+    ):
         run(model.pipe, ["a fox"], call=model, adapters=["a"])

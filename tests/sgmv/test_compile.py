@@ -77,5 +77,5 @@ def test_rows_of_8_ranks_are_loaded_16_bytes_at_a_time(tokens, slots, rank, monk
     assert (expand.sizes.STAGES == 0) == (tokens == slots and rank == 8)
     ptx = ptx_of_launch(expand, given)
     assert "ld.global.b16" not in ptx
-    # tables of the batch and the layer; h in rows of 8 takes 16 or more beside them
+    # tables of the batch and the layer; loads of unpadded rows of h would be 16 or more besides
     assert ptx.count("ld.global.b32") <= 10

@@ -44,7 +44,7 @@ def convolution_hook(served: Served, site: ModuleSite, add: Callable[..., torch.
         try:
             patches = patches_of(convolution, x, output)
             rows_last = output.movedim(1, -1)  # [rows, height, width, channels]
-        except (AttributeError, TypeError):  # of no tensor
+        except (AttributeError, TypeError):  # perhaps x or output is no tensor
             check_fit(path, module, args, output)
             raise
         plan = call.plan(patches.shape[:-1], layout, paths)

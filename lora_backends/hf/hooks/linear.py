@@ -131,7 +131,8 @@ def lora_hook(served: Served, site: ModuleSite, add: Callable[..., Tensor]) -> H
             ids = x.flatten().contiguous()  # [rows, 1] may be a column of a wider tensor
             add_deltas(backend.run_embedding, ids, weights, plan, output.view(-1, width))
             return output
-        except AttributeError:  # of no tensor; a check before would take time in every step
+        except AttributeError:
+            # perhaps x or output is no tensor: a check beforehand would cost time in every step
             check_fit(path, module, args, output)
             raise
 
@@ -150,13 +151,14 @@ def first_argument(args: tuple[Any, ...], called: str) -> Tensor:
 
 
 def check_fit(path: str, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-    """Raise UnsupportedInputError if a module took or returned something else than a tensor."""
+    """Raise UnsupportedInputError if a module takes or returns anything but one tensor."""
     misfit = misfit_of(args, output)
     if misfit:
         raise UnsupportedInputError(
-            f"LoRA cannot be added to module {path}, a {type(module).__name__}: {misfit}\n"
-            f"  allowed: a module that takes a tensor first, and returns its product alone\n"
-            f"  to do: leave the module out of target_modules, or change its forward"
+            f"adapters cannot change module {path} ({type(module).__name__}): {misfit}\n"
+            f"  allowed: a module that takes one tensor first, and returns one tensor\n"
+            f"  to do: leave the module out of target_modules and modules_to_save, "
+            f"or change its forward"
         )
 
 

@@ -117,13 +117,13 @@ class Untried:
 
 
 def misfit_of(args: Sequence[object], output: object) -> str:
-    """Return what a module took first or returned instead of one tensor, as a clause, or ""."""
+    """Return, as a clause, what a module took first or returned instead of a tensor, or ""."""
     for verb, value in (("returned", output), *(("was given", x) for x in args[:1])):
         if not isinstance(value, torch.Tensor):
-            inside = ""
+            kind = "None" if value is None else f"a {type(value).__name__}"
             if isinstance(value, tuple | list):
-                inside = f" of {', '.join(type(each).__name__ for each in value)}"
-            return f"it {verb} a {type(value).__name__}{inside}, where LoRA needs one tensor"
+                kind += f" of {', '.join(type(each).__name__ for each in value)}"
+            return f"it {verb} {kind} instead of one tensor"
     return ""
 
 

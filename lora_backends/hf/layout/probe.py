@@ -55,9 +55,9 @@ class _Seen:
 def probe(
     base: nn.Module, sites: Mapping[str, ModuleSite], trial: TrialInputs | None = None
 ) -> tuple[dict[str, Layout], dict[str, str]]:
-    """Return the layout of the batch's rows in the input of every site, by path, and misfits.
+    """Return two dicts by path: the layout of the batch's rows in each site's input, and misfits.
 
-    Those are what sites took or returned instead of a tensor, see `misfit_of`.
+    The misfits are of the sites that took or returned anything but a tensor, see `misfit_of`.
 
     The model is not changed, and its hooks do not run. A `trial` of None takes the inputs of a
     Transformers model. Nothing is known where the model does not run on the inputs.
@@ -110,7 +110,7 @@ class _Passes:
 
     def __init__(self) -> None:
         self.seen: dict[str, list[_Seen]] = defaultdict(list)  # path to inputs in the batch
-        self.misfits: dict[str, str] = {}  # path to what is no tensor, see `misfit_of`
+        self.misfits: dict[str, str] = {}  # path to a clause, see `misfit_of`
         self.step_failure = ""  # why there is no decode step
         self._pairs: dict[str, list[torch.Tensor]] = defaultdict(list)  # and inputs in the pair
         self._trial: TrialInputs | None = None

@@ -418,7 +418,7 @@ def replacement_hook(model: str, path: str, layout: Layout, embeds: bool, late: 
             shape = x.shape if embeds else x.shape[:-1]
             numbers = call.numbers(shape, layout, (path,))
             return replace_rows(rows, x.flatten() if embeds else as_rows(x), output, numbers, late)
-        except AttributeError:  # of no tensor
+        except AttributeError:  # perhaps x or output is no tensor
             check_fit(path, module, args, output)
             raise
 

@@ -108,7 +108,7 @@ class CachedSite:
         follow_plan(routing, programmatic)
         stream = self._stream_of(device.index)
         capturing = bool(stream) and is_capturing(device)  # no graph captures the default stream
-        place = (stream, capturing) if programmatic else None  # as `launches_go`
+        place = (stream, capturing) if programmatic else None  # as `launch_place`
         both = choice.kernels(routing, place)
         pair = self._pairs.get((both.shrink, both.expand))
         if pair is None:

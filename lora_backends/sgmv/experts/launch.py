@@ -13,7 +13,7 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.eight_bit import b_row_groups
 from lora_backends.experts import ExpertWeights
 from lora_backends.sgmv.experts import kernels, rules
-from lora_backends.sgmv.experts.routing import SgmvRouting, launches_go, sort_tokens
+from lora_backends.sgmv.experts.routing import SgmvRouting, launch_place, sort_tokens
 from lora_backends.sgmv.experts.rules import PairShape, SiteShape, SiteTiles
 from lora_backends.sgmv.kernels.operands import SiteSizes, SumSizes
 from lora_backends.sgmv.launch import Options
@@ -71,7 +71,7 @@ class SiteChoice:
     def kernels(self, routing: SgmvRouting, place: Any) -> SiteKernels:
         """Return the kernels that add to y; a routing keeps them.
 
-        `place` is where they are launched, as `launches_go`, or None: the shrink waits first.
+        `place` is the `launch_place`; with None the shrink waits before it reads the routing.
         """
         if routing.chosen is None:
             routing.chosen = {}
@@ -137,7 +137,7 @@ def add_experts(
     tma = tma and allows_tma(_located(weights.lora_b), weights.max_rank, 0)
     shrunk = sort_tokens(routing, options.programmatic) if site.by_token else routing
     choice = choice_of(site, tma, options)
-    place = launches_go(y.device) if options.programmatic else None
+    place = launch_place(y.device) if options.programmatic else None
     if reduce:
         both = kernels_of(routing.shape, shrunk.shape, site, True, False, options)
     else:

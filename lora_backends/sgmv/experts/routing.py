@@ -79,9 +79,9 @@ class SgmvRouting(ExpertRouting):
     # the tokens sorted by slot, made for the first layer whose experts all share an A
     plan_refills: int = field(default=0, init=False)  # of the plan, when the pairs were sorted
     settled: Any = field(default=None, init=False, repr=False)
-    # where a site's kernels have been launched since the pairs were sorted (`launches_go`): the
-    # expand ends after the shrink, which ends after the sort, so that no later kernel there starts
-    # before the tables are complete
+    # the `launch_place` of the last site since the pairs were sorted. Its shrink waits for the sort
+    # and its expand for the shrink, so any later kernel there finds the tables complete, even
+    # before it waits itself
     chosen: dict[Any, Any] | None = field(default=None, init=False, repr=False)
     # the kernels of each `SiteChoice`
     sorters: dict[Any, _Sorter | None] | None = field(default=None, init=False, repr=False)
@@ -275,8 +275,8 @@ class _Sorter:
         return True
 
 
-def launches_go(device: torch.device) -> Any:
-    """Return where: into a record, or to a stream, and whether a graph captures it."""
+def launch_place(device: torch.device) -> Any:
+    """Return where kernels go now: a record, or a stream and whether a graph captures it."""
     recorded = RECORD.get()
     if recorded is not None:
         return recorded
@@ -325,7 +325,7 @@ def _compare(
     programmatic: bool,
 ) -> SpecializedKernel:
     width = max(16, power_of_two(pairs))
-    # one warp sums without a barrier, but has more values of each of its pairs
+    # one warp sums without a barrier; its lanes hold more values of a pair, so it takes fewer pairs
     own, warps = (2, 1) if width <= 128 else (4, 4)
     if pairs <= 8:
         own = 8

@@ -1,8 +1,8 @@
 """Sizes for experts: pure functions of shapes and a GPU, fitted to one H200 in bfloat16.
 
-All stacks start from `_common_tiles`, which float32 keeps; 16 and 8 bits each replace the sizes
-that searches beat. Any result is correct on any shape. For another GPU, which is untried, they
-count tiles as an H200 would and take no more shared memory than it has.
+Every dtype starts from `_common_tiles`. float32 keeps those sizes; stacks of 16 and of 8 bits
+replace the ones that a search beat. Any result is correct on any shape. For another GPU, which is
+untried, the rules count tiles as an H200 would and take no more shared memory than that GPU has.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MOST_EAGER = 2**21  # values of A that are read before the rank is known: 1 us 
 _GROUPED_K = 256  # inputs that groups of warps share out
 _MOST_GROUPED = 600  # blocks of 16 rows of A up to which they do, where A has 64 rows or more
 _MOST_HALVED = 1000  # the same for blocks of 32 rows
-_AT_ONCE = {4: 4, 3: 6, 2: 7}  # of such programs on a multiprocessor, by stages; the first wins
+_AT_ONCE = {4: 4, 3: 6, 2: 7}  # programs that a multiprocessor runs, by stages; the first of equals
 _PIPELINED_TILES = 40  # above which an expand of 16 pairs has loads of B by TMA in flight
 _MOST_ALONE_TILES = 600  # up to which ranks of 64 are expanded pair by pair
 _LINE = 64  # values of 16 bits in a line of memory: no step of a prefill is shorter
@@ -289,8 +289,8 @@ def choose_tiles_of_8_bits(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -
 def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
     """Split the inputs until every multiprocessor has work; the expand reads every plane back.
 
-    Of tiles of 16 pairs, 16 bits take these sizes only if `_shrink_in_groups` has none, or if the
-    inputs are few.
+    In 16 bits, tiles of 16 pairs take these sizes only where `_shrink_in_groups` returns None or
+    the inputs are few.
     """
     stacked = power_of_two(site.stacked)
     if site.item_bytes == 4:

@@ -123,8 +123,8 @@ def padded_rank(max_rank: int) -> int:
 def h_width(max_rank: int) -> int:
     """Return the values of a row of h in memory.
 
-    A row of 8, 24 or 40 ranks is padded: Triton compiles loads of 16 bytes for strides that are
-    multiples of 16, and reads narrower loads of many planes one after the other.
+    Rows of 8, 24 or 40 ranks are padded to a multiple of 16: Triton compiles loads of 16 bytes only
+    for strides that are such multiples, and ptxas orders narrower loads one after the other.
 
     >>> h_width(8), h_width(16), h_width(24), h_width(5)
     (16, 16, 32, 5)

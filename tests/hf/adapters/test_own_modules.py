@@ -71,6 +71,16 @@ def test_rows_with_one_number_of_labels_need_no_list(heads):
         )
 
 
+def test_a_saved_module_that_returns_no_tensor_is_refused_when_it_runs(tmp_path):
+    base = build("llama")
+    model = MultiLoRAModel(base, "torch_ref", max_rank=3)
+    model.load_adapter("own", saved(tmp_path, build("llama"), "own", **HEAD))
+    base.lm_head.register_forward_hook(lambda module, args, y: (y,), prepend=True)
+    match = r"module lm_head \(Linear\): it returned a tuple of Tensor instead of one tensor"
+    with pytest.raises(UnsupportedInputError, match=match):
+        model(adapters=["own"] * 4, **inputs("llama"))
+
+
 def test_different_numbers_of_labels_are_refused_without_a_list(heads):
     model, _ = heads
     with pytest.raises(InvalidInputError, match=r"given: \[2, 3, 5, 2\]\n.*logits_as_list=True"):

@@ -426,7 +426,7 @@ def test_an_input_given_by_name_is_refused():
 
 
 class Odd(torch.nn.Module):
-    """A part of a module class: the module takes or returns a tensor, or something else."""
+    """A mixin: the module takes or returns a tensor, or what `takes` or `returns` makes of one."""
 
     takes = returns = None
 
@@ -476,7 +476,7 @@ def test_a_module_without_one_tensor_takes_no_adapter(path, odd, said):
     vars(base.get_submodule(path)).update(odd)
     expected = base(input_ids=IDS)
     model = MultiLoRAModel(base, "torch_ref", max_rank=3)
-    with pytest.raises(UnsupportedInputError, match=f"{path}: it {said}, where LoRA needs one"):
+    with pytest.raises(UnsupportedInputError, match=f"{path}: it {said} instead of one"):
         model.add_adapter("a", in_peft(OddModel(), [path], 0)[1])
     model.add_adapter("head", in_peft(OddModel(), ["head"], 0)[1])
     found = model(adapters=["head", None], input_ids=IDS)
@@ -495,6 +495,6 @@ def test_a_module_that_the_trial_saw_with_tensors_is_refused_when_it_runs(path, 
     vars(base.get_submodule(path)).update(odd)
     if how == "compiled":
         base.compile(backend="eager")
-    message = rf"module {path}, a Odd\w+: it {said}, where LoRA needs one tensor\n  allowed"
+    message = rf"module {path} \(Odd\w+\): it {said} instead of one tensor\n  allowed"
     with pytest.raises(UnsupportedInputError, match=message):
         model(adapters=["a", "a"], input_ids=IDS)
