@@ -600,6 +600,14 @@ def test_tokens_sorted_before_each_call_and_sums_wait(log, new):
     assert settled(log) == [True]
 
 
+def test_a_sum_settles_the_routing_for_the_next_site(log, new):
+    backend, weights = new(programmatic=True), layer()
+    batch, sums = Batch(backend), torch.zeros(7, 256).bfloat16()
+    backend.run_experts(batch.x, weights, batch.routing, sums, reduce=True)
+    batch.run(backend, weights)
+    assert settled(log) == [False, True]
+
+
 def test_a_routing_is_settled_only_where_kernels_were_launched(log, new, current, capture):
     """On a stream; a record and a capture launch nothing."""
     backend, weights, later = new(programmatic=True), layer(), layer(rank=5)
