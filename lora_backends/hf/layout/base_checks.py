@@ -44,7 +44,7 @@ def check_base(base: object) -> None:
         kind = f"{name} with {key} {list(parameter.shape)} and {others} other such tensors"
         problem = "holds LoRA as torch parametrizations, which cannot differ per row"
         to_do = (
-            f"{BY_TASK}. With another model, then call torch.nn.utils.parametrize."
+            f"{BY_TASK}. With another model, afterwards call torch.nn.utils.parametrize."
             f'remove_parametrizations(layer, "weight", leave_parametrized=False) on each layer'
         )
     elif isinstance(base, nn.DataParallel | nn.parallel.DistributedDataParallel):

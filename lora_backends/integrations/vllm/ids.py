@@ -10,8 +10,8 @@ import numpy.typing as npt
 from lora_backends.errors import InvalidInputError
 
 SHORT = 512
-"""Rows below which each row's id is looked up. Larger batches are mostly prefills: there
-only the first row of each run of equal ids is."""
+"""Batches of fewer rows look up every id. Larger ones, mostly prefills, look up one id per run of
+equal ids."""
 
 
 def slots_of(ids: Sequence[int], slot_of: Mapping[int, int]) -> npt.NDArray[np.int64]:

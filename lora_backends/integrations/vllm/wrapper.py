@@ -125,7 +125,7 @@ class BackendWrapper(PunicaWrapperBase):  # type: ignore[misc]  # vLLM is no dep
         tokens = sampled = LoRABatch(slots_of(mapping.index_mapping, slot_of), num_slots)
         if mapping.prompt_mapping != mapping.index_mapping:  # equal while all requests decode
             sampled = LoRABatch(slots_of(mapping.prompt_mapping, slot_of), num_slots)
-        # only now: an id without a slot leaves the last batch as it was
+        # after both lookups: an id without a slot must leave the last batch unchanged
         self.is_prefill = mapping.is_prefill
         self.tokens.set_batch(tokens)
         self.sampled.set_batch(sampled)

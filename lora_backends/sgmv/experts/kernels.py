@@ -96,7 +96,7 @@ def shrink_kernel(
         live = s < tl.where(count > 0, SITE.NUM_A, 0)  # [N]
         wanted = live & (r < SITE.MAX_RANK)
         if not SITE.EAGER:
-            # a rank from before an earlier kernel's write prefetches too many rows or too few
+            # a stale rank only prefetches too many rows or too few
             ranks_at = ranks_ptr + slot * ranks_stride_l + expert * ranks_stride_e + s
             wanted &= r < tl.load(ranks_at, mask=live, other=0, cache_modifier=".cg")
         at = a_ptr + slot * a_stride_l + expert * a_stride_e + rows_of_slot  # [N]

@@ -154,7 +154,7 @@ def add_experts(
     if not reduce:
         h = _new_h(call, both.split_k)
         if is_capturing(y.device) and not both.shrink.is_compiled(shrink_arguments(call, both, h)):
-            # no module can be loaded now, and the warm-up may have been a first call alone
+            # A capture cannot load modules. A warm-up of one call compiled the other shrink alone.
             both = choice.kernels(routing, None)
         launched = launch_shrink(call, both, h), launch_expand(call, both, h, y)
         routing.settled = place

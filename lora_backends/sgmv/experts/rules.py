@@ -52,11 +52,11 @@ _MOST_SINGLE_TILES = 16  # whose shrink takes no matrix product
 _MOST_SINGLE_INPUTS = 32768  # of a shrink without a matrix product: its code has every step
 _MOST_PLANES = 32  # of h
 _MOST_EAGER = 2**21  # values of A that are read before the rank is known: 1 us in 16 bits
-# Of shrinks of 16 pairs in 16 bits, and of expands of ranks above 16:
+# 16 bits: shrinks of tiles of 16 pairs, and expands of ranks above 16:
 _GROUPED_K = 256  # inputs that groups of warps share out
 _MOST_GROUPED = 600  # blocks of 16 rows of A up to which they do, where A has 64 rows or more
-_MOST_HALVED = 1000  # the same for blocks of 32 rows
-_AT_ONCE = {4: 4, 3: 6, 2: 7}  # programs that a multiprocessor runs, by stages; the first of equals
+_MOST_HALVED = 1000  # the same number of blocks, up to which a program takes two of them
+_AT_ONCE = {4: 4, 3: 6, 2: 7}  # programs per multiprocessor by stages; ties go to the first
 _PIPELINED_TILES = 40  # above which an expand of 16 pairs has loads of B by TMA in flight
 _MOST_ALONE_TILES = 600  # up to which ranks of 64 are expanded pair by pair
 _LINE = 64  # values of 16 bits in a line of memory: no step of a prefill is shorter

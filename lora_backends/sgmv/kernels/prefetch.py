@@ -8,7 +8,7 @@ from lora_backends.sgmv.kernels.indexing import rows_of_a
 from lora_backends.sgmv.kernels.operands import StackedRows
 
 LINES = tl.constexpr(4)
-"""Of each row of A, which are brought in at most."""
+"""The most lines prefetched per row of A."""
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def prefetch_block(x, a, block, part, S: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(at, wanted, part, features, S: tl.constexpr):
-    """Do so for one part of the rows of A that begin at some addresses [N]."""
+    """Prefetch the first LINES lines of one part of the rows of A at some addresses [N]."""
     LINE: tl.constexpr = 1024 // at.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
     PART: tl.constexpr = S.STEPS * S.BLOCK_K
     of_part = tl.arange(0, LINES) * LINE

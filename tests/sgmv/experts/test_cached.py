@@ -608,8 +608,7 @@ def test_a_sum_settles_the_routing_for_the_next_site(log, new):
     assert settled(log) == [False, True]
 
 
-def test_a_routing_is_settled_only_where_kernels_were_launched(log, new, current, capture):
-    """On a stream; a record and a capture launch nothing."""
+def test_a_routing_is_settled_for_one_stream_capture_or_record(log, new, current, capture):
     backend, weights, later = new(programmatic=True), layer(), layer(rank=5)
     batch = Batch(backend)
     with backend.recording() as recorded:
