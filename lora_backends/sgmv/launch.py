@@ -21,7 +21,7 @@ from lora_backends.sgmv.launching.kernel import (
     specialized,
 )
 from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
-from lora_backends.sgmv.launching.slice_tables import Located, located_a, located_b
+from lora_backends.sgmv.launching.slice_tables import Located, located_a, located_b, stride_unit
 from lora_backends.sgmv.launching.tma import MAX_GRID_ROWS, allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
@@ -95,7 +95,7 @@ class Stacks(NamedTuple):
 
     a: Located | None
     b: Located | None
-    b_strides: tuple[int, ...]  # in bytes, see `in_elements`
+    b_strides: tuple[int, ...]  # in units of `stride_unit`
     ranks: Tensor  # contiguous
     scalings: Tensor  # contiguous
     bias: Tensor | None
@@ -125,12 +125,13 @@ def stacks_of(weights: LoRAWeights) -> Stacks:
 def _stacks(weights: LoRAWeights) -> Stacks:
     a = None if weights.lora_a is None else located_a(weights)
     b = None if weights.lora_b is None else located_b(weights)
+    unit = stride_unit(weights.max_rank, weights.dtype.itemsize)
     # scales along the sum: B is widened to float32
     tma = b is not None and weights.scale_block[1] is None and allows_tma(b, weights.max_rank, 0)
     return Stacks(
         a,
         b,
-        () if b is None else tuple(b.base.element_size() * stride for stride in b.strides),
+        () if b is None else tuple(unit * stride for stride in b.strides),
         weights.ranks,
         weights.scalings,
         weights.bias,

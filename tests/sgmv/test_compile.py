@@ -1,5 +1,6 @@
 """Every kernel compiles ahead of time, as it is launched, for the devices named as supported."""
 
+import re
 from typing import get_args
 
 import pytest
@@ -9,8 +10,8 @@ from helpers.compiling.ahead_of_time import (
     SHARED_ALONE,
     TARGETS,
     blend_kernels,
+    code_of_launch,
     compiled_by_a_process,
-    ptx_of_launch,
 )
 
 from lora_backends import LoRABatch, LoRAWeights
@@ -53,11 +54,8 @@ def test_every_way_of_a_blend_is_compiled():
     assert ways == {None, *get_args(How)}  # None: of a shrink
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels cannot be compiled")
-@pytest.mark.parametrize("tokens, slots", [(32, 32), (32, 4)])  # without and with a matrix product
-@pytest.mark.parametrize("rank", [8, 24])
-def test_rows_of_8_ranks_are_loaded_16_bytes_at_a_time(tokens, slots, rank, monkeypatch):
-    """Triton compiles for strides that are multiples of 16: of B in bytes, of h in padded rows."""
+def expand_of(rank, tokens, slots, monkeypatch):
+    """Return the kernel and the arguments of the expand that a layer of `rank` launches."""
     launched = {}
     monkeypatch.setattr(
         SpecializedKernel, "launch", lambda kernel, _, given: launched.update({kernel: given})
@@ -73,9 +71,26 @@ def test_rows_of_8_ranks_are_loaded_16_bytes_at_a_time(tokens, slots, rank, monk
     backend = TritonBackend("cpu")
     plan = backend.prepare_batch(LoRABatch(torch.arange(tokens) % slots, slots))
     backend.run_linear(torch.zeros(tokens, 4096, dtype=torch.bfloat16), weights, plan)
-    _, (expand, given) = launched.items()
+    _, expand = launched.items()
+    return expand
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels cannot be compiled")
+@pytest.mark.parametrize("tokens, slots", [(32, 32), (32, 4)])  # without and with a matrix product
+@pytest.mark.parametrize("rank", [8, 24])
+def test_rows_of_8_ranks_are_loaded_16_bytes_at_a_time(tokens, slots, rank, monkeypatch):
+    """Triton compiles for strides that are multiples of 16: of B in bytes, of h in padded rows."""
+    expand, given = expand_of(rank, tokens, slots, monkeypatch)
     assert (expand.sizes.STAGES == 0) == (tokens == slots and rank == 8)
-    ptx = ptx_of_launch(expand, given)
+    ptx = code_of_launch(expand, given)["ptx"]
     assert "ld.global.b16" not in ptx
     # tables of the batch and the layer; loads of unpadded rows of h would be 16 or more besides
     assert ptx.count("ld.global.b32") <= 10
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels cannot be compiled")
+def test_a_warp_loads_neighbouring_columns_of_one_rank(monkeypatch):
+    """Triton knows that they are neighbours in memory where their stride comes as 1."""
+    code = code_of_launch(*expand_of(1, 32, 4, monkeypatch))["ttgir"]
+    (layout,) = re.findall(r"%b_\d+ = tt\.load .*x256x.*, (#\w+)>", code)  # [R, C]
+    assert re.search(rf"{layout} = .*order = \[1, 0\]", code)  # lanes along C

@@ -139,7 +139,8 @@ def blend_expand_kernel(
     row, program = row_and_program(PROGRAMS)
     b = BStack(
         ptr=b_ptr, slices=b_slices_ptr, scales=b_scales_ptr,
-        stride_l=in_elements(b_stride_l, b_ptr), stride_c=in_elements(b_stride_c, b_ptr),
+        stride_l=in_elements(b_stride_l, b_ptr, SIZES.EVEN_R),
+        stride_c=in_elements(b_stride_c, b_ptr, SIZES.EVEN_R),
         scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
     )  # fmt: skip
     s, first, end = columns_of(program, SIZES)

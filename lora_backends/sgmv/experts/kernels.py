@@ -216,8 +216,9 @@ def expand_kernel(
     WIDTH: tl.constexpr = NUM_A * SIZES.RANK_PAD
     plane = h_rows.to(tl.int64) * WIDTH
     h_slice = h_ptr + s * SIZES.RANK_PAD
-    b_stride_l, b_stride_e = in_elements(b_stride_l, b_ptr), in_elements(b_stride_e, b_ptr)
-    b_stride_c = in_elements(b_stride_c, b_ptr)
+    b_stride_l = in_elements(b_stride_l, b_ptr, SIZES.EVEN_R)
+    b_stride_e = in_elements(b_stride_e, b_ptr, SIZES.EVEN_R)
+    b_stride_c = in_elements(b_stride_c, b_ptr, SIZES.EVEN_R)
     b = b_ptr + slot * b_stride_l + expert * b_stride_e
     scales = b_scales_ptr + slot * b_scales_stride_l + expert * b_scales_stride_e
     if SITE.ROWS == 1:  # a pair alone has no axis T

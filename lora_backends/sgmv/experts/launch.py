@@ -25,7 +25,7 @@ from lora_backends.sgmv.launching.kernel import (
     specialized,
 )
 from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
-from lora_backends.sgmv.launching.slice_tables import Located
+from lora_backends.sgmv.launching.slice_tables import Located, stride_unit
 from lora_backends.sgmv.launching.tma import allows_tma, descriptor
 from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
 from lora_backends.sgmv.tiles.gpu import Gpu
@@ -209,8 +209,9 @@ def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.
     b, sizes, tma = call.weights.lora_b, both.expand.sizes, None
     if sizes.STAGES > 1:
         tma = descriptor(_located(b), b.shape[3], sizes.BLOCK_C, sizes.BLOCK_R)
-    in_bytes = [b.element_size() * stride for stride in strides_of(b, 3)]
-    strides = (*in_bytes, *strides_of(scales, 3), *to.stride()[:2])
+    unit = stride_unit(b.shape[3], b.element_size())
+    in_units = [unit * stride for stride in strides_of(b, 3)]
+    strides = (*in_units, *strides_of(scales, 3), *to.stride()[:2])
     strides += (*strides_of(ranks, 2), *strides_of(scalings, 2))
     tiles, rows = tiles_of(routing, parts_of(both.expand))
     tensors = (h, stored_bytes(b), scales, to, ranks, scalings, call.factors, *tiles)

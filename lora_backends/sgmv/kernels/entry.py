@@ -153,7 +153,8 @@ def expand_kernel(
     h = Intermediate(ptr=h_ptr, rows=h_rows, stride_s=h_stride_s, stride_t=h_stride_t)
     b = BStack(
         ptr=b_ptr, slices=b_slices_ptr, scales=b_scales_ptr,
-        stride_l=in_elements(b_stride_l, b_ptr), stride_c=in_elements(b_stride_c, b_ptr),
+        stride_l=in_elements(b_stride_l, b_ptr, SIZES.EVEN_R),
+        stride_c=in_elements(b_stride_c, b_ptr, SIZES.EVEN_R),
         scales_stride_l=b_scales_stride_l, scales_stride_c=b_scales_stride_c,
     )  # fmt: skip
     y = Output(

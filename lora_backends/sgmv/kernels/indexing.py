@@ -74,13 +74,12 @@ def entry(values, t, i):
 
 
 @triton.jit
-def in_elements(stride, ptr):
-    """Return a stride in elements of ptr from one in bytes.
-
-    Triton specializes on arguments that are multiples of 16. A stride of 8 ranks in 16 bits is 8
-    elements, so each element would be loaded alone; in bytes it is 16, so a load takes 16 bytes.
-    """
-    return stride // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+def in_elements(stride, ptr, EVEN_R: tl.constexpr):
+    """Return a stride of B in elements from one as `slice_tables.stride_unit` measures it."""
+    if EVEN_R > 0:
+        return stride // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+    else:
+        return stride
 
 
 @triton.jit

@@ -31,6 +31,19 @@ class Located(NamedTuple):
     rows: int = 0  # with a table: rows of B's width from the base to the end; 0: not a whole number
 
 
+def stride_unit(max_rank: int, item_bytes: int) -> int:
+    """Return the unit of the strides of B that kernels take, of an element: its bytes, or 1.
+
+    Triton specializes on arguments that are multiples of 16 and on 1. A stride of 8 ranks in 16
+    bits is 8 elements, so each element would be loaded alone; in bytes it is 16, so a load takes 16
+    bytes. With one rank the columns of B are neighbours: their stride has to stay 1.
+
+    >>> stride_unit(8, 2), stride_unit(1, 2)
+    (2, 1)
+    """
+    return item_bytes if max_rank % 8 == 0 else 1
+
+
 def located_a(weights: LoRAWeights) -> Located:
     """Return where A lies."""
     a: Stack = weights.lora_a

@@ -263,8 +263,8 @@ def source_of(variant, target):
     return ASTSource(kernel, signature, named, attributes), options
 
 
-def ptx_of_launch(found, given):
-    """Return the PTX, for sm_90, of a launch with bfloat16 weights and these arguments."""
+def code_of_launch(found, given):
+    """Return what Triton compiles for sm_90, by stage, of a launch with bfloat16 weights."""
     import triton
 
     source, options = source_of(Variant("", found, "bf16"), target_of("cuda:90"))
@@ -272,8 +272,10 @@ def ptx_of_launch(found, given):
     for place, number in enumerate(given.numbers, first):
         if number % 16:
             source.attrs.pop((place,), None)
-    compiled = triton.compile(source, target=target_of("cuda:90"), options=options)
-    return compiled.asm["ptx"]
+        if number == 1:
+            name = source.fn.arg_names[place]
+            source.signature[name], source.constants[place,] = "constexpr", 1
+    return triton.compile(source, target=target_of("cuda:90"), options=options).asm
 
 
 def compiled_shared(variant, target):

@@ -87,8 +87,8 @@ def dh_kernel(
         distance, slot_stride, b_stride = slice_entry(b_slices_ptr, s, True, SIZES.SLICE_ALIGN)
         b_slot = b_ptr + distance + slot * slot_stride
     else:
-        b_slot = b_ptr + slot * in_elements(b_stride_l, b_ptr)
-        b_stride = in_elements(b_stride_c, b_ptr)
+        b_slot = b_ptr + slot * in_elements(b_stride_l, b_ptr, SIZES.EVEN_R)
+        b_stride = in_elements(b_stride_c, b_ptr, SIZES.EVEN_R)
     scales = b_scales_ptr + slot * b_scales_stride_l
     r = r_first + tl.arange(0, SIZES.BLOCK_R)  # [R]
     has_token = rows.tokens >= 0  # [T]
