@@ -23,7 +23,6 @@ from lora_backends.sgmv.tiles.sizes import (
     padded_rank,
     parts,
     power_of_two,
-    shrink_bytes,
 )
 
 _STAGE_BYTES = 32 * 1024  # of one step of the shrink: fits on every device
@@ -59,7 +58,9 @@ _MOST_HALVED = 1000  # the same number of blocks, up to which a program takes tw
 _AT_ONCE = {4: 4, 3: 6, 2: 7}  # programs per multiprocessor by stages; ties go to the first
 _PIPELINED_TILES = 40  # above which an expand of 16 pairs has loads of B by TMA in flight
 _MOST_ALONE_TILES = 600  # up to which ranks of 64 are expanded pair by pair
-_LINE = 64  # values of 16 bits in a line of memory: no step of a prefill is shorter
+_LONG_ALONE_TILES = 600  # above which such an expand takes up to four blocks of columns
+_PREFILL_PROGRAMS = {True: 264, False: 200}  # of a prefill's shrink, by whether ranks are up to 16
+_MOST_PREFILL_PLANES = 4
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,10 @@ def choose_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -> SiteTile
     if site.item_bytes == 4:
         return tiles
     count = gpu.as_on_h200(pairs.tiles)
-    shrink = _one_wave(tiles.shrink, tiles.shrink_rows, count, pairs, site, gpu)
-    tiles = replace(tiles, shrink=shrink, expand=_loading_ahead(tiles, count, site))
-    if tiles.shrink_rows == MIN_DOT and site.in_features >= _GROUPED_K:
+    tiles = replace(tiles, expand=_loading_ahead(tiles, count, site))
+    if tiles.shrink_rows > MIN_DOT:
+        tiles = _prefill(tiles, count, pairs, site, gpu)
+    elif tiles.shrink_rows == MIN_DOT and site.in_features >= _GROUPED_K:
         if (grouped := _shrink_in_groups(count, site)) is not None:
             tiles = replace(tiles, shrink=fitting(grouped, MIN_DOT, site.item_bytes, gpu))
     if padded_rank(site.max_rank) > MIN_DOT:
@@ -204,19 +206,41 @@ def _common_tiles(pairs: PairShape, site: SiteShape, gpu: Gpu) -> SiteTiles:
     )
 
 
-def _one_wave(
-    shrink: ShrinkTiles, rows: int, tiles: int, pairs: PairShape, site: SiteShape, gpu: Gpu
-) -> ShrinkTiles:
-    """Halve the steps of a prefill's shrink if all its programs then run at once."""
-    if rows < 64 or shrink.split_k > 1 or shrink.block_k <= _LINE:
-        return shrink
-    programs = -(-site.stacked // shrink.block_n) * tiles * (pairs.tile // rows)
-    half = replace(shrink, block_k=shrink.block_k // 2)
-    at_once, of_half = (
-        H200.multiprocessors * (gpu.shared_bytes // shrink_bytes(sizes, rows, site.item_bytes))
-        for sizes in (shrink, half)
-    )
-    return half if at_once < programs <= of_half else shrink
+def _prefill(
+    tiles: SiteTiles, count: int, pairs: PairShape, site: SiteShape, gpu: Gpu
+) -> SiteTiles:
+    """Return the sizes for tiles of more than 16 pairs in 16 bits."""
+    block_n, narrow = min(64, power_of_two(site.stacked)), padded_rank(site.max_rank) == MIN_DOT
+    rows, block_k, stages = min(64, pairs.tile), 64, 4
+    few = -(-site.stacked // block_n) * count * (pairs.tile // rows) <= H200.multiprocessors
+    if rows == 32:
+        block_k, stages = 128 if block_n == MIN_DOT else 64, 5
+    elif few:  # two programs fit on a multiprocessor
+        block_k, stages = 128, 3 if block_n == 64 else 4
+    elif site.stacked >= 128:  # every block of A reads x again: one program has all of a tile
+        rows, stages = pairs.tile, 3
+    elif block_n == 32 and pairs.tile == 128:
+        stages = 3
+    elif block_n == MIN_DOT and pairs.tile == 64:
+        block_k, stages = 128, 3
+    blocks = -(-site.stacked // block_n) * count * (pairs.tile // rows)
+    # every multiprocessor has a program or two; the expand reads every plane back
+    planes = min(_MOST_PREFILL_PLANES, -(-_PREFILL_PROGRAMS[narrow] // blocks))
+    split_k = parts(site.in_features, block_k, planes)
+    shrink = ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
+    shrink, expand = fitting(shrink, rows, site.item_bytes, gpu), tiles.expand
+    if expand.chunks > 1 and tiles.expand_rows > MIN_DOT:
+        expand = _with_more_chunks(expand, tiles.expand_rows, site)
+    return replace(tiles, shrink=shrink, shrink_rows=rows, expand=expand)
+
+
+def _with_more_chunks(expand: ExpandTiles, rows: int, site: SiteShape) -> ExpandTiles:
+    """Return an expand with up to 16 chunks where 8 do not cover the columns evenly."""
+    chunks, values = chunks_of(site.widest, expand.block_c, 16), expand.block_c * expand.block_r
+    if expand.chunks > 5 or chunks <= 8 or (rows > 32 and values > _SINGLE_VALUES):
+        return expand
+    more = expand.num_stages > 1 and values <= _SINGLE_VALUES
+    return replace(expand, chunks=chunks, num_stages=4 if more else expand.num_stages)
 
 
 def _loading_ahead(chosen: SiteTiles, tiles: int, site: SiteShape) -> ExpandTiles:
@@ -358,7 +382,9 @@ def _of_long_ranks(tiles: SiteTiles, count: int, site: SiteShape, tma: bool) -> 
             return replace(tiles, expand=ExpandTiles(128, rank_pad, 2))
         tiles = replace(tiles, expand=_expand(count, site, MIN_DOT, tma), expand_rows=MIN_DOT)
     if tma and tiles.expand_rows == MIN_DOT and count > _PIPELINED_TILES:
-        return replace(tiles, expand=ExpandTiles(128, rank_pad, 2, num_warps=2, num_stages=2))
+        most = 4 if count > _LONG_ALONE_TILES else 2
+        chunks = max(2, chunks_of(site.widest, 128, most))
+        return replace(tiles, expand=ExpandTiles(128, rank_pad, chunks, num_warps=2, num_stages=2))
     return tiles
 
 
