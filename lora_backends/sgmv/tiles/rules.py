@@ -35,6 +35,7 @@ _MOST_PLANES = 32  # of h: the expand reads them all back
 _SHORT_INPUT = 2048  # in_features below which most small batches sum in one order
 _LONG_INPUT = 8192  # in_features from which more parts are faster
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
+_MOST_GROUPED = 600  # blocks of 16 rows of A, above which those of 32 read x less often
 _TILE_INPUTS = 1024  # of a program of the shrink, for one tile of a high rank
 _ROW_INPUTS = 1024  # per step of a shrink of 8 bits without a matrix product
 _SHARED_BYTES = 128 * 1024  # shared memory for the loads in flight
@@ -82,19 +83,24 @@ def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConf
     rank_pad = padded_rank(layer.max_rank)
     if layer.item_bytes != 2 or not has_whole_rows(layer.max_rank) or rank_pad > MAX_BLOCK_R:
         return tiles
+    narrow, long = rank_pad == MIN_DOT, layer.in_features >= _LONG_INPUT
     # elsewhere these were slower as often as faster
     if rows < _FEW_ROWS:
-        wide = layer.out_features >= _WIDE_OUTPUT
-        block_c, num_warps = (256, 4) if wide else (64, 2)
+        if layer.out_features >= _WIDE_OUTPUT:
+            block_c, num_warps = (256, 4) if narrow else (128, 2)
+        else:
+            block_c, num_warps = 128 if narrow else 64, 4
         expand = ExpandTiles(block_c, rank_pad, num_warps=num_warps, num_stages=0)
         tiles = replace(tiles, expand=expand)
-    elif rows >= _MANY_ROWS and rank_pad == MIN_DOT:
-        expand = ExpandTiles(256, MIN_DOT, chunks=2, num_warps=2, num_stages=0)
+    elif rows >= _MANY_ROWS and narrow:
+        chunks = 2 if layer.num_slices == 1 else 4
+        expand = ExpandTiles(256, MIN_DOT, chunks, num_warps=2, num_stages=0)
         tiles = replace(tiles, expand=expand)
     if rows > 1:
         return tiles
-    planes = 28 if layer.in_features >= _LONG_INPUT else 16
-    block_k = 512 if layer.in_features > 3 * 256 * planes else 256
+    planes = 28 if long else 16
+    short = narrow or long
+    block_k = 256 if short and layer.in_features <= 3 * 256 * planes else 512
     split_k = parts(layer.in_features, block_k, planes)
     shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=0, num_warps=8, num_stages=1)
     return replace(tiles, shrink=shrink)
@@ -122,6 +128,9 @@ def prefetched_lines(batch: BatchShape, layer: LayerShape, gpu: Gpu = H200) -> t
 
 def _shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
     """Split the inputs until every multiprocessor has work; the expand reads every plane back."""
+    grouped = batch.tile_tokens <= 32 and layer.item_bytes == 2
+    if rows > 1 and grouped and layer.in_features >= _SHORT_INPUT:
+        return _shrink_in_groups(rows, batch, layer)
     stacked = power_of_two(layer.stacked)
     long, narrow = layer.in_features >= _LONG_INPUT, padded_rank(layer.max_rank) == 16
     single = layer.num_slices == 1
@@ -143,6 +152,21 @@ def _shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTil
     if block_n == 16 and batch.tile_tokens == 16 and (rows >= _MANY_ROWS or long):
         return ShrinkTiles(block_n, 256, split_k, warps_k=4)
     return ShrinkTiles(block_n, 128, split_k, num_stages=4)
+
+
+def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
+    """Return the sizes in 16 bits: groups of warps share out a step of 16 or 32 rows of A."""
+    narrow, long = padded_rank(layer.max_rank) == MIN_DOT, layer.in_features >= _LONG_INPUT
+    block_n, blocks = MIN_DOT, -(-layer.stacked // MIN_DOT) * rows
+    if not narrow and (batch.tile_tokens > 16 or blocks > _MOST_GROUPED):
+        block_n, blocks = 32, -(-layer.stacked // 32) * rows
+    if blocks <= H200.multiprocessors:
+        wanted = (256 if long else 128) * MIN_DOT // batch.tile_tokens
+        planes = min(16, max(4, wanted // blocks))
+    else:
+        planes = 2 if narrow and blocks <= 3 * H200.multiprocessors else 1
+    split_k = parts(layer.in_features, 256, planes)
+    return ShrinkTiles(block_n, 256, split_k, warps_k=4, num_stages=4)
 
 
 def _is_tile_of_high_rank(batch: BatchShape, layer: LayerShape) -> bool:
@@ -218,6 +242,10 @@ def _expand(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) -> Expan
     elif rank_pad == 16:
         many = rows * layer.out_features >= 200_000  # elements of y, about
         block_c, chunks = (128, 4) if many else (256, 1)
+    elif wide and rows >= _FEW_ROWS and block_r == rank_pad:
+        return ExpandTiles(64, block_r, 8, num_stages=3 if tma else 1)
+    elif batch.tile_tokens > 16 and layer.num_slices > 1 and not wide:
+        block_c, chunks = 64, 4
     else:
         block_c, chunks = 128, 4 if wide and batch.tile_tokens > 16 else 1
     if tma and prefill and layer.item_bytes == 2 and block_r == rank_pad:
@@ -237,19 +265,45 @@ def of_8_bits(
 ) -> TileConfig:
     """Return sizes for a stack of 8 bits with a scale per row, made from those for 16 bits."""
     rows, shrink, expand = gpu.as_on_h200(batch.rows), tiles.shrink, tiles.expand
-    if (
-        _are_alone(batch, layer)
-        and layer.item_bytes == 2
-        and padded_rank(layer.max_rank) == MIN_DOT
-    ):
-        # at low ranks with about a token per slot, kernels without matrix instructions are faster
-        block_c = 128 if rows == 1 else 256
-        return TileConfig(_shrink_rows(layer, rows), ExpandTiles(block_c, MIN_DOT, num_stages=0))
+    if _are_alone(batch, layer) and layer.item_bytes == 2:
+        lone = _of_lone_tokens_of_8_bits(rows, batch, layer)
+        if lone is not None:
+            return lone
     if shrink.warps_k:
         shrink = _shrink_of_8_bits(tiles, batch, layer, gpu)
     if expand.num_stages:
         expand = _expand_of_8_bits(expand, batch, layer, rows)
     return TileConfig(shrink, expand)
+
+
+def _of_lone_tokens_of_8_bits(rows: int, batch: BatchShape, layer: LayerShape) -> TileConfig | None:
+    """Return sizes for tokens alone with their slot, most without a matrix product, or None."""
+    rank_pad, long = padded_rank(layer.max_rank), layer.in_features >= _LONG_INPUT
+    if rank_pad == MIN_DOT:
+        if rows == 1 and batch.tile_tokens == MIN_DOT:
+            block_k = 512 if long else 256
+            split_k = parts(layer.in_features, block_k, 28)
+            # most programs have one step or two
+            shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=4, num_stages=2)
+            block_c, num_warps = (128, 4) if layer.num_slices == 1 else (256, 2)
+            return TileConfig(shrink, ExpandTiles(block_c, MIN_DOT, 1, num_warps, num_stages=0))
+        many = rows >= _MANY_ROWS
+        # about 700 programs
+        chunks = min(4, _chunks(rows * (layer.out_features // 256) // 700))
+        expand = ExpandTiles(256, MIN_DOT, chunks, 2 if many else 4, num_stages=0)
+        return TileConfig(_shrink_rows(layer, rows), expand)
+    if rank_pad > MAX_BLOCK_R or not has_whole_rows(layer.max_rank):
+        return None
+    if rows == 1:
+        split_k = parts(layer.in_features, 512, 28)
+        shrink = ShrinkTiles(MIN_DOT, 512, split_k, warps_k=0, num_warps=8, num_stages=1)
+        return TileConfig(shrink, ExpandTiles(128, rank_pad, num_stages=0))
+    if rows < _MANY_ROWS:
+        return None
+    # four steps a program, whose loads are all in flight
+    split_k = parts(layer.in_features, 512, min(28, max(2, -(-layer.in_features // 2048))))
+    shrink = ShrinkTiles(MIN_DOT, 512, split_k, warps_k=0, num_warps=8, num_stages=1)
+    return TileConfig(shrink, ExpandTiles(128, rank_pad, 4, num_warps=2, num_stages=0))
 
 
 def _shrink_of_8_bits(
@@ -262,7 +316,11 @@ def _shrink_of_8_bits(
     if prefill and batch.tile_tokens >= 64 and shrink.warps_k == 1:
         shrink = _long_shrink_of_8_bits(shrink, batch, layer, gpu)
     elif long and shrink.block_k < most:
-        shrink = replace(shrink, block_k=min(most, 2 * shrink.block_k))
+        block_k = min(most, 2 * shrink.block_k)
+        split_k = parts(layer.in_features, block_k, shrink.split_k)
+        shrink = replace(shrink, block_k=block_k, split_k=split_k)
+        if shrink.warps_k > 1:
+            shrink = replace(shrink, num_stages=min(3, shrink.num_stages))
     if prefill and batch.tile_tokens < 64:
         shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
     elif not prefill and tiles.expand.block_r > MIN_DOT:
@@ -306,10 +364,17 @@ def _expand_of_8_bits(
         wide = layer.out_features >= _WIDE_OUTPUT
         return replace(expand, num_stages=4) if wide else expand
     if expand.block_r > MIN_DOT:
-        return replace(expand, num_stages=1)
+        whole = expand.block_r == padded_rank(layer.max_rank)
+        if rows == 1 or batch.tile_tokens > 32 or expand.block_c != 128 or not whole:
+            return replace(expand, num_stages=1)
+        if rows >= _MANY_ROWS:
+            return ExpandTiles(128, expand.block_r, 4)
+        return ExpandTiles(256, expand.block_r, num_warps=8)
     # a single row of the grid is faster with twice as many programs of 128
     block_c, chunks = max(expand.block_c, 128 if rows == 1 else 256), expand.chunks
     if block_c > expand.block_c and rows < _MANY_ROWS:
+        if batch.tile_tokens > MIN_DOT:
+            return expand
         chunks = max(1, chunks // 2)
     return replace(expand, block_c=block_c, chunks=chunks)
 
@@ -347,7 +412,7 @@ def _bounded(shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape) -> Shrin
 
 def _planes(in_features: int, most: int) -> int:
     """Return how many parts the inputs have, each a plane of h: up to `most` and _MOST_PLANES."""
-    steps, most = max(1, in_features // 256), min(most, _MOST_PLANES)
+    steps, most = -(-in_features // 256), min(most, _MOST_PLANES)
     # the largest number of equal parts, in steps of 256, if that is more than half of `most`
     equal = max(split for split in range(1, max(1, most) + 1) if steps % split == 0)
     if 2 * equal > most or in_features < _SHORT_INPUT:

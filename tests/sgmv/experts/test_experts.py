@@ -393,13 +393,46 @@ def test_many_columns_are_expanded_in_blocks_that_load_ahead(pairs, site, blocks
 
 
 @pytest.mark.parametrize(
-    ("tiles", "block_k"), [(120, 128), (144, 64), (320, 64), (340, 128), (2000, 128)]
+    ("pairs", "num_a", "rank", "sizes"),
+    [
+        ((4096, 256, 32), 1, 16, (32, 16, 128, 2, 5)),
+        ((4096, 256, 32), 1, 64, (32, 64, 64, 1, 5)),
+        ((2048, 64, 64), 2, 16, (64, 32, 128, 4, 4)),  # few tiles
+        ((2048, 64, 64), 2, 64, (64, 64, 128, 2, 3)),
+        ((16384, 256, 64), 1, 16, (64, 16, 128, 1, 3)),
+        ((32768, 1024, 64), 2, 16, (64, 32, 64, 1, 4)),
+        ((32768, 128, 128), 1, 64, (64, 64, 64, 1, 4)),
+        ((32768, 128, 128), 2, 64, (128, 64, 64, 1, 3)),  # every block of A reads x again
+        ((8192, 8, 128), 2, 64, (128, 64, 64, 2, 3)),
+    ],
 )
-def test_steps_of_a_prefill_are_halved_where_all_programs_then_run_at_once(tiles, block_k):
-    pairs = PairShape((tiles - 1) * 128, 2, 128)
-    assert pairs.tiles == tiles
-    assert rules.choose_tiles(pairs, DOWN).shrink.block_k == block_k
-    assert rules.choose_tiles_of_8_bits(pairs, DOWN).shrink.block_k == 128, "steps of as many bytes"
+def test_shrinks_of_a_prefill(pairs, num_a, rank, sizes):
+    site = dataclasses.replace(QWEN, num_a=num_a, max_rank=rank, in_features=4096)
+    tiles = rules.choose_tiles(PairShape(*pairs), site)
+    shrink = tiles.shrink
+    assert shrink.warps_k == 1
+    found = shrink.block_n, shrink.block_k, shrink.split_k, shrink.num_stages
+    assert (tiles.shrink_rows, *found) == sizes
+
+
+@pytest.mark.parametrize(
+    ("widest", "rank", "chunks"),
+    [
+        (2880, 16, 15),  # 45 blocks: 8 chunks would leave a program with 5
+        (5760, 16, 15),
+        (2048, 16, 8),
+        (768, 16, 6),
+        (5760, 64, 5),  # a block of B has so many bytes that 15 save nothing
+        (2880, 64, 15),
+    ],
+)
+def test_programs_of_a_prefill_have_as_many_chunks_as_cover_the_columns_evenly(
+    widest, rank, chunks
+):
+    site = dataclasses.replace(DOWN, max_rank=rank, out_features=widest, widest=widest)
+    expand = rules.choose_tiles(PairShape(16384, 256, 64), site).expand
+    assert expand.chunks == chunks
+    assert -(-widest // expand.block_c) % chunks == 0
 
 
 @pytest.mark.parametrize(
@@ -444,7 +477,7 @@ def test_groups_of_warps_take_the_planes_and_stages_that_fill_waves(site, tiles,
         ((8, 8, 16), 64, 1, (64, 1, 1, 4)),  # few tiles
         ((128, 120, 16), 64, 1, (128, 2, 1, 4)),  # a block is loaded while another is added
         ((128, 120, 16), 32, 1, (256, 1, 1, 4)),
-        ((800, 790, 16), 64, 16, (128, 2, 2, 2)),  # so many that tiles win
+        ((800, 790, 16), 64, 16, (128, 4, 2, 2)),  # so many that tiles win
         ((256, 120, 16), 32, 16, (128, 2, 2, 2)),  # TMA, by two warps
         ((64, 30, 16), 32, 16, (128, 1, 1, 4)),
         ((256, 120, 16), 128, 16, (128, 1, 1, 4)),  # ranks in two blocks
