@@ -33,7 +33,6 @@ TABLE = {
     "h200_moe": ("h200_moe:EXPERTS", "experts beside peers, and the routing alone"),
     "h200_sweep": ("h200:SWEEP", "curves along tokens and along adapters"),
     "prefetch_h200": ("prefetch_h200:PREFETCH", "a step whose adapter is prefetched, or in memory"),
-    "rule_variants": ("rule_variants:RULES", "variants of the rules for 8 bits, cell by cell"),
     "sglang_step": ("sglang_step:STEP", "SGLang: LoRA off, its LoRA backends, this library"),
     "training": (
         "training:TRAINING",

@@ -412,7 +412,7 @@ def _bounded(shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape) -> Shrin
 
 def _planes(in_features: int, most: int) -> int:
     """Return how many parts the inputs have, each a plane of h: up to `most` and _MOST_PLANES."""
-    steps, most = -(-in_features // 256), min(most, _MOST_PLANES)
+    steps, most = max(1, in_features // 256), min(most, _MOST_PLANES)
     # the largest number of equal parts, in steps of 256, if that is more than half of `most`
     equal = max(split for split in range(1, max(1, most) + 1) if steps % split == 0)
     if 2 * equal > most or in_features < _SHORT_INPUT:

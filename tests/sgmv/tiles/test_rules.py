@@ -222,7 +222,7 @@ def test_low_ranks_and_float32_take_more_parts_of_the_inputs():
 @pytest.mark.parametrize(
     "tokens, active, rank, slices, sizes",
     [
-        (64, 8, 16, 1, (16, 256, 10, 4)),  # enough programs for the GPU, up to 16 planes
+        (64, 8, 16, 1, (16, 256, 11, 4)),  # enough programs for the GPU, up to 16 planes
         (64, 8, 16, 3, (16, 256, 5, 4)),
         (64, 8, 64, 3, (16, 256, 4, 4)),
         (64, 64, 16, 3, (16, 256, 2, 4)),  # blocks of A fill the GPU: few planes
