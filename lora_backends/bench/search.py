@@ -160,7 +160,8 @@ def far_away(tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu) 
     In each, groups of warps share out long steps of 16 rows of A; multiprocessors have one, two or
     four programs each. On an H200 they often beat what climbing had found.
     """
-    blocks, block_k = -(-layer.stacked // MIN_DOT) * batch.rows, 256
+    blocks = -(-layer.stacked // MIN_DOT) * batch.rows
+    block_k = 512 if layer.item_bytes == 1 else 256  # as many bytes
     splits = [
         parts(layer.in_features, block_k, max(1, programs * gpu.multiprocessors // blocks))
         for programs in (1, 2, 4)

@@ -99,8 +99,9 @@ def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConf
     if rows > 1:
         return tiles
     planes = 28 if long else 16
-    short = narrow or long
-    block_k = 256 if short and layer.in_features <= 3 * 256 * planes else 512
+    # an expand of a high rank takes longer to read each plane
+    few = not (narrow or long)
+    block_k = 512 if few or layer.in_features > 3 * 256 * planes else 256
     split_k = parts(layer.in_features, block_k, planes)
     shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=0, num_warps=8, num_stages=1)
     return replace(tiles, shrink=shrink)
@@ -165,6 +166,7 @@ def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> Shrink
         planes = min(16, max(4, wanted // blocks))
     else:
         planes = 2 if narrow and blocks <= 3 * H200.multiprocessors else 1
+    # 15 parts of 14,336 inputs are faster than 14, though the last one is empty
     split_k = parts(layer.in_features, 256, planes)
     return ShrinkTiles(block_n, 256, split_k, warps_k=4, num_stages=4)
 

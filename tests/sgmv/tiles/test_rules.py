@@ -272,6 +272,50 @@ def test_tokens_alone_with_their_slot_take_no_matrix_product(rank):
         assert without(tokens, active, item_bytes) == (False, False)
 
 
+@pytest.mark.parametrize(
+    "tokens, active, slices, outputs, sizes",
+    [
+        (64, 8, 2, 28672, (64, 8, 4, 3)),  # wide: TMA
+        (256, 8, 2, 28672, (64, 8, 4, 3)),
+        (16, 1, 2, 28672, (128, 1, 4, 1)),  # one tile
+        (256, 8, 3, 6144, (64, 4, 4, 1)),
+        (256, 8, 1, 4096, (128, 1, 4, 1)),
+        (1, 1, 1, 4096, (64, 1, 4, 0)),
+        (1, 1, 2, 28672, (128, 1, 2, 0)),
+    ],
+)
+def test_expands_of_rank_64_in_small_batches(tokens, active, slices, outputs, sizes):
+    batch = BatchShape(tokens, active, tile_tokens(tokens, active))
+    layer = LayerShape(slices, 64, 4096, outputs, 2)
+    for on, stages in ((H200, sizes[3]), (Gpu(132, TMA_BYTES - 1), min(1, sizes[3]))):
+        expand = choose_tiles(batch, layer, on).expand
+        found = expand.block_c, expand.chunks, expand.num_warps, expand.num_stages
+        assert found == (*sizes[:3], stages)
+
+
+@pytest.mark.parametrize(
+    "tokens, active, rank, slices, shrink, expand",
+    [
+        (1, 1, 16, 1, (256, 16, 4), (128, 1, 4, 0)),
+        (1, 1, 16, 3, (256, 16, 4), (256, 1, 2, 0)),
+        (1, 1, 64, 1, (512, 8, 0), (128, 1, 4, 0)),
+        (64, 64, 16, 1, (1024, 4, 0), (256, 1, 2, 0)),
+        (64, 64, 64, 1, (512, 2, 0), (128, 4, 2, 0)),
+        (64, 64, 24, 1, (512, 4, 4), (128, 4, 4, 1)),  # no whole rows of B
+        (64, 8, 16, 3, (512, 4, 4), (256, 1, 4, 1)),
+        (64, 8, 64, 1, (512, 4, 4), (256, 1, 8, 1)),
+        (256, 8, 16, 2, (512, 4, 4), (128, 4, 4, 1)),
+    ],
+)
+def test_sizes_of_8_bits_in_small_batches(tokens, active, rank, slices, shrink, expand):
+    batch = BatchShape(tokens, active, tile_tokens(tokens, active))
+    outputs = 28672 if slices == 2 else 4096
+    tiles = choose_tiles(batch, LayerShape(slices, rank, 4096, outputs, 1))
+    assert (tiles.shrink.block_k, tiles.shrink.split_k, tiles.shrink.warps_k) == shrink
+    found = tiles.expand
+    assert (found.block_c, found.chunks, found.num_warps, found.num_stages) == expand
+
+
 def test_parts_of_the_inputs_are_nearly_equal():
     for inputs in (4096, 5120, 14336):
         for tokens, active in TOKENS[1:]:
