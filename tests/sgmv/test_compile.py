@@ -91,6 +91,8 @@ def test_rows_of_8_ranks_are_loaded_16_bytes_at_a_time(tokens, slots, rank, monk
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels cannot be compiled")
 def test_a_warp_loads_neighbouring_columns_of_one_rank(monkeypatch):
     """Triton knows that they are neighbours in memory where their stride comes as 1."""
-    code = code_of_launch(*expand_of(1, 32, 4, monkeypatch))["ttgir"]
-    (layout,) = re.findall(r"%b_\d+ = tt\.load .*x256x.*, (#\w+)>", code)  # [R, C]
+    expand, given = expand_of(1, 32, 4, monkeypatch)
+    code = code_of_launch(expand, given)["ttgir"]
+    block = rf"tensor<{expand.sizes.BLOCK_R}x{expand.sizes.BLOCK_C}x"  # [R, C]
+    (layout,) = re.findall(rf"%b_\d+ = tt\.load .*{block}.*, (#\w+)>", code)
     assert re.search(rf"{layout} = .*order = \[1, 0\]", code)  # lanes along C

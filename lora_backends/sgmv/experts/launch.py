@@ -334,7 +334,8 @@ def kernels_of(
     expand, general = tiles.expand, site.interleaved
     general |= padded_rank(site.shape.max_rank) > expand.block_r
     if general or fresh or not tma:
-        expand = replace(expand, num_stages=1)
+        # without TMA the kernel's code has every chunk
+        expand = replace(expand, num_stages=1, chunks=min(8, expand.chunks))
     if general:
         expand = replace(expand, chunks=1)
     return SiteKernels(

@@ -58,8 +58,9 @@ _MOST_HALVED = 1000  # the same number of blocks, up to which a program takes tw
 _AT_ONCE = {4: 4, 3: 6, 2: 7}  # programs per multiprocessor by stages; ties go to the first
 _PIPELINED_TILES = 40  # above which an expand of 16 pairs has loads of B by TMA in flight
 _MOST_ALONE_TILES = 600  # up to which ranks of 64 are expanded pair by pair
-_LONG_ALONE_TILES = 600  # above which such an expand takes up to four blocks of columns
-_PREFILL_PROGRAMS = {True: 264, False: 200}  # of a prefill's shrink, by whether ranks are up to 16
+_LONG_PIPELINED_TILES = 600  # above which a program of it takes up to four blocks of columns
+_PREFILL_PROGRAMS = 264  # of the shrink of a prefill that are wanted at rank 16
+_PREFILL_PROGRAMS_LONG = 200  # the same for ranks above 16
 _MOST_PREFILL_PLANES = 4
 
 
@@ -225,7 +226,8 @@ def _prefill(
         block_k, stages = 128, 3
     blocks = -(-site.stacked // block_n) * count * (pairs.tile // rows)
     # every multiprocessor has a program or two; the expand reads every plane back
-    planes = min(_MOST_PREFILL_PLANES, -(-_PREFILL_PROGRAMS[narrow] // blocks))
+    wanted = _PREFILL_PROGRAMS if narrow else _PREFILL_PROGRAMS_LONG
+    planes = min(_MOST_PREFILL_PLANES, -(-wanted // blocks))
     split_k = parts(site.in_features, block_k, planes)
     shrink = ShrinkTiles(block_n, block_k, split_k, num_stages=stages)
     shrink, expand = fitting(shrink, rows, site.item_bytes, gpu), tiles.expand
@@ -235,12 +237,17 @@ def _prefill(
 
 
 def _with_more_chunks(expand: ExpandTiles, rows: int, site: SiteShape) -> ExpandTiles:
-    """Return an expand with up to 16 chunks where 8 do not cover the columns evenly."""
+    """Return an expand with TMA and 9 to 16 chunks where up to 8 leave it 5 or fewer.
+
+    45 blocks of columns divide by 5 and by 15. Where programs have 6 or more chunks, or 64 pairs
+    and large blocks of B, fewer programs were no faster.
+    """
     chunks, values = chunks_of(site.widest, expand.block_c, 16), expand.block_c * expand.block_r
-    if expand.chunks > 5 or chunks <= 8 or (rows > 32 and values > _SINGLE_VALUES):
+    if expand.num_stages <= 1 or expand.chunks > 5 or chunks <= 8:
         return expand
-    more = expand.num_stages > 1 and values <= _SINGLE_VALUES
-    return replace(expand, chunks=chunks, num_stages=4 if more else expand.num_stages)
+    if values <= _SINGLE_VALUES:
+        return replace(expand, chunks=chunks, num_stages=4)
+    return replace(expand, chunks=chunks) if rows <= 32 else expand
 
 
 def _loading_ahead(chosen: SiteTiles, tiles: int, site: SiteShape) -> ExpandTiles:
@@ -313,8 +320,8 @@ def choose_tiles_of_8_bits(pairs: PairShape, site: SiteShape, gpu: Gpu = H200) -
 def _shrink(tiles: int, pairs: PairShape, site: SiteShape, rows: int) -> ShrinkTiles:
     """Split the inputs until every multiprocessor has work; the expand reads every plane back.
 
-    In 16 bits, tiles of 16 pairs take these sizes only where `_shrink_in_groups` returns None or
-    the inputs are few.
+    8 bits and float32 start from these sizes. In 16 bits only tiles of 16 pairs take them, where
+    `_shrink_in_groups` returns None or the inputs are few.
     """
     stacked = power_of_two(site.stacked)
     if site.item_bytes == 4:
@@ -382,7 +389,7 @@ def _of_long_ranks(tiles: SiteTiles, count: int, site: SiteShape, tma: bool) -> 
             return replace(tiles, expand=ExpandTiles(128, rank_pad, 2))
         tiles = replace(tiles, expand=_expand(count, site, MIN_DOT, tma), expand_rows=MIN_DOT)
     if tma and tiles.expand_rows == MIN_DOT and count > _PIPELINED_TILES:
-        most = 4 if count > _LONG_ALONE_TILES else 2
+        most = 4 if count > _LONG_PIPELINED_TILES else 2
         chunks = max(2, chunks_of(site.widest, 128, most))
         return replace(tiles, expand=ExpandTiles(128, rank_pad, chunks, num_warps=2, num_stages=2))
     return tiles

@@ -84,7 +84,7 @@ def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConf
     if layer.item_bytes != 2 or not has_whole_rows(layer.max_rank) or rank_pad > MAX_BLOCK_R:
         return tiles
     narrow, long = rank_pad == MIN_DOT, layer.in_features >= _LONG_INPUT
-    # elsewhere these were slower as often as faster
+    # for other numbers of rows these expands were slower as often as faster
     if rows < _FEW_ROWS:
         if layer.out_features >= _WIDE_OUTPUT:
             block_c, num_warps = (256, 4) if narrow else (128, 2)
@@ -99,9 +99,9 @@ def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConf
     if rows > 1:
         return tiles
     planes = 28 if long else 16
-    # an expand of a high rank takes longer to read each plane
-    few = not (narrow or long)
-    block_k = 512 if few or layer.in_features > 3 * 256 * planes else 256
+    # an expand of a high rank takes longer to read each plane, so it gets half as many
+    few_planes = not (narrow or long)
+    block_k = 512 if few_planes or layer.in_features > 3 * 256 * planes else 256
     split_k = parts(layer.in_features, block_k, planes)
     shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=0, num_warps=8, num_stages=1)
     return replace(tiles, shrink=shrink)
@@ -166,7 +166,7 @@ def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> Shrink
         planes = min(16, max(4, wanted // blocks))
     else:
         planes = 2 if narrow and blocks <= 3 * H200.multiprocessors else 1
-    # 15 parts of 14,336 inputs are faster than 14, though the last one is empty
+    # `parts` may leave the last part empty: 15 of 14,336 inputs were faster than 14
     split_k = parts(layer.in_features, 256, planes)
     return ShrinkTiles(block_n, 256, split_k, warps_k=4, num_stages=4)
 
@@ -268,7 +268,7 @@ def of_8_bits(
     """Return sizes for a stack of 8 bits with a scale per row, made from those for 16 bits."""
     rows, shrink, expand = gpu.as_on_h200(batch.rows), tiles.shrink, tiles.expand
     if _are_alone(batch, layer) and layer.item_bytes == 2:
-        lone = _of_lone_tokens_of_8_bits(rows, batch, layer)
+        lone = _of_lone_tokens_of_8_bits(rows, batch, layer, gpu)
         if lone is not None:
             return lone
     if shrink.warps_k:
@@ -278,19 +278,25 @@ def of_8_bits(
     return TileConfig(shrink, expand)
 
 
-def _of_lone_tokens_of_8_bits(rows: int, batch: BatchShape, layer: LayerShape) -> TileConfig | None:
-    """Return sizes for tokens alone with their slot, most without a matrix product, or None."""
+def _of_lone_tokens_of_8_bits(
+    rows: int, batch: BatchShape, layer: LayerShape, gpu: Gpu
+) -> TileConfig | None:
+    """Return sizes for tokens alone with their slot, or None for those of other batches.
+
+    Only the shrink of one token at rank 16 takes a matrix product.
+    """
     rank_pad, long = padded_rank(layer.max_rank), layer.in_features >= _LONG_INPUT
     if rank_pad == MIN_DOT:
         if rows == 1 and batch.tile_tokens == MIN_DOT:
             block_k = 512 if long else 256
             split_k = parts(layer.in_features, block_k, 28)
-            # most programs have one step or two
+            # two stages are enough: most programs have one or two steps
             shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=4, num_stages=2)
+            shrink = fitting(shrink, MIN_DOT, 1, gpu)
             block_c, num_warps = (128, 4) if layer.num_slices == 1 else (256, 2)
             return TileConfig(shrink, ExpandTiles(block_c, MIN_DOT, 1, num_warps, num_stages=0))
         many = rows >= _MANY_ROWS
-        # about 700 programs
+        # as many chunks as leave about 700 programs
         chunks = min(4, _chunks(rows * (layer.out_features // 256) // 700))
         expand = ExpandTiles(256, MIN_DOT, chunks, 2 if many else 4, num_stages=0)
         return TileConfig(_shrink_rows(layer, rows), expand)
@@ -367,11 +373,9 @@ def _expand_of_8_bits(
         return replace(expand, num_stages=4) if wide else expand
     if expand.block_r > MIN_DOT:
         whole = expand.block_r == padded_rank(layer.max_rank)
-        if rows == 1 or batch.tile_tokens > 32 or expand.block_c != 128 or not whole:
-            return replace(expand, num_stages=1)
-        if rows >= _MANY_ROWS:
+        if rows >= _MANY_ROWS and batch.tile_tokens <= 32 and expand.block_c == 128 and whole:
             return ExpandTiles(128, expand.block_r, 4)
-        return ExpandTiles(256, expand.block_r, num_warps=8)
+        return replace(expand, num_stages=1)
     # a single row of the grid is faster with twice as many programs of 128
     block_c, chunks = max(expand.block_c, 128 if rows == 1 else 256), expand.chunks
     if block_c > expand.block_c and rows < _MANY_ROWS:

@@ -418,21 +418,22 @@ def test_shrinks_of_a_prefill(pairs, num_a, rank, sizes):
 @pytest.mark.parametrize(
     ("widest", "rank", "chunks"),
     [
-        (2880, 16, 15),  # 45 blocks: 8 chunks would leave a program with 5
+        (2880, 16, 15),  # 45 blocks divide by 5 and by 15
         (5760, 16, 15),
         (2048, 16, 8),
         (768, 16, 6),
-        (5760, 64, 5),  # a block of B has so many bytes that 15 save nothing
-        (2880, 64, 15),
+        (5760, 64, 5),  # blocks of 128 columns
+        (2880, 64, 15),  # blocks of 64
     ],
 )
-def test_programs_of_a_prefill_have_as_many_chunks_as_cover_the_columns_evenly(
-    widest, rank, chunks
-):
+def test_programs_of_a_prefill_have_chunks_that_divide_the_columns(widest, rank, chunks):
     site = dataclasses.replace(DOWN, max_rank=rank, out_features=widest, widest=widest)
-    expand = rules.choose_tiles(PairShape(16384, 256, 64), site).expand
+    pairs = PairShape(16384, 256, 64)
+    expand = rules.choose_tiles(pairs, site).expand
     assert expand.chunks == chunks
     assert -(-widest // expand.block_c) % chunks == 0
+    without_tma = rules.choose_tiles(pairs, site, Gpu(132, TMA_BYTES - 1)).expand
+    assert without_tma.num_stages == 1 and without_tma.chunks <= 8
 
 
 @pytest.mark.parametrize(
