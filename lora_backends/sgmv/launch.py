@@ -95,7 +95,7 @@ class Stacks(NamedTuple):
 
     a: Located | None
     b: Located | None
-    b_strides: tuple[int, ...]  # in units of `stride_unit`
+    b_strides: tuple[int, ...]  # times `stride_unit`
     ranks: Tensor  # contiguous
     scalings: Tensor  # contiguous
     bias: Tensor | None

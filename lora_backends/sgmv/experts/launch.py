@@ -210,8 +210,8 @@ def launch_expand(call: SiteCall, both: SiteKernels, h: torch.Tensor, to: torch.
     if sizes.STAGES > 1:
         tma = descriptor(_located(b), b.shape[3], sizes.BLOCK_C, sizes.BLOCK_R)
     unit = stride_unit(b.shape[3], b.element_size())
-    in_units = [unit * stride for stride in strides_of(b, 3)]
-    strides = (*in_units, *strides_of(scales, 3), *to.stride()[:2])
+    of_b = [unit * stride for stride in strides_of(b, 3)]
+    strides = (*of_b, *strides_of(scales, 3), *to.stride()[:2])
     strides += (*strides_of(ranks, 2), *strides_of(scalings, 2))
     tiles, rows = tiles_of(routing, parts_of(both.expand))
     tensors = (h, stored_bytes(b), scales, to, ranks, scalings, call.factors, *tiles)

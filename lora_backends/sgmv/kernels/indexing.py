@@ -75,7 +75,7 @@ def entry(values, t, i):
 
 @triton.jit
 def in_elements(stride, ptr, EVEN_R: tl.constexpr):
-    """Return a stride of B in elements from one as `slice_tables.stride_unit` measures it."""
+    """Return a stride of B in elements; the host multiplied it by `slice_tables.stride_unit`."""
     if EVEN_R > 0:
         return stride // (ptr.dtype.element_ty.primitive_bitwidth // 8)
     else:

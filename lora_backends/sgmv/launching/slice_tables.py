@@ -32,7 +32,7 @@ class Located(NamedTuple):
 
 
 def stride_unit(max_rank: int, item_bytes: int) -> int:
-    """Return the unit of the strides of B that kernels take, of an element: its bytes, or 1.
+    """Return the factor of strides of B, in elements, for kernels: the bytes of an element, or 1.
 
     Triton specializes on arguments that are multiples of 16 and on 1. A stride of 8 ranks in 16
     bits is 8 elements, so each element would be loaded alone; in bytes it is 16, so a load takes 16
