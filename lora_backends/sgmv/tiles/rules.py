@@ -159,11 +159,13 @@ def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> Shrink
     """Return the sizes in 16 bits: groups of warps share out a step of 16 or 32 rows of A."""
     narrow, long = padded_rank(layer.max_rank) == MIN_DOT, layer.in_features >= _LONG_INPUT
     block_n, blocks = MIN_DOT, -(-layer.stacked // MIN_DOT) * rows
-    if not narrow and (batch.tile_tokens > 16 or blocks > _MOST_GROUPED):
+    wide_tile, small = batch.tile_tokens > 16, layer.num_slices == 1 and not long
+    if not narrow and (blocks > _MOST_GROUPED or (wide_tile and not small)):
         block_n, blocks = 32, -(-layer.stacked // 32) * rows
     if blocks <= H200.multiprocessors:
         wanted = (256 if long else 128) * MIN_DOT // batch.tile_tokens
-        planes = min(16, max(4, wanted // blocks))
+        most = 8 if wide_tile and small else 16
+        planes = min(most, max(4, wanted // blocks))
     else:
         planes = 2 if narrow and blocks <= 3 * H200.multiprocessors else 1
     # `parts` may leave the last part empty: 15 of 14,336 inputs were faster than 14
@@ -328,7 +330,10 @@ def _shrink_of_8_bits(
         split_k = parts(layer.in_features, block_k, shrink.split_k)
         shrink = replace(shrink, block_k=block_k, split_k=split_k)
         if shrink.warps_k > 1:
-            shrink = replace(shrink, num_stages=min(3, shrink.num_stages))
+            # a program alone would take all steps of a long layer one after another
+            alone = split_k == 1 and layer.in_features >= _LONG_INPUT and not prefill
+            split_k, stages = 2 if alone else split_k, min(3, shrink.num_stages)
+            shrink = replace(shrink, split_k=split_k, num_stages=stages)
     if prefill and batch.tile_tokens < 64:
         shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
     elif not prefill and tiles.expand.block_r > MIN_DOT:

@@ -228,6 +228,8 @@ def test_low_ranks_and_float32_take_more_parts_of_the_inputs():
         (64, 64, 16, 3, (16, 256, 2, 4)),  # blocks of A fill the GPU: few planes
         (64, 64, 64, 3, (32, 256, 1, 4)),  # more than 600 blocks: x is read less often
         (256, 8, 64, 3, (32, 256, 4, 4)),
+        (256, 8, 64, 1, (16, 256, 4, 4)),
+        (64, 1, 16, 1, (16, 256, 7, 4)),
         (256, 8, 16, 1, (16, 256, 7, 4)),
         (8, 1, 16, 1, (16, 128, 10, 1)),  # one tile
     ],
@@ -314,6 +316,12 @@ def test_sizes_of_8_bits_in_small_batches(tokens, active, rank, slices, shrink, 
     assert (tiles.shrink.block_k, tiles.shrink.split_k, tiles.shrink.warps_k) == shrink
     found = tiles.expand
     assert (found.block_c, found.chunks, found.num_warps, found.num_stages) == expand
+
+
+def test_long_layers_of_8_bits_have_two_parts_or_more():
+    batch, layer = BatchShape(256, 64, 16), LayerShape(1, 64, 14336, 4096, 2)
+    assert choose_tiles(batch, layer).shrink.split_k == 1
+    assert choose_tiles(batch, replace(layer, item_bytes=1)).shrink.split_k == 2
 
 
 def test_parts_of_the_inputs_are_nearly_equal():
