@@ -84,13 +84,13 @@ def test_rows_of_8_ranks_are_loaded_16_bytes_at_a_time(tokens, slots, rank, monk
     assert (expand.sizes.STAGES == 0) == (tokens == slots and rank == 8)
     ptx = code_of_launch(expand, given)["ptx"]
     assert "ld.global.b16" not in ptx
-    # tables of the batch and the layer; loads of unpadded rows of h would be 16 or more besides
+    # tables of the batch and the layer; loads of unpadded rows of h would add 16 or more
     assert ptx.count("ld.global.b32") <= 10
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels cannot be compiled")
 def test_a_warp_loads_neighbouring_columns_of_one_rank(monkeypatch):
-    """Triton knows that they are neighbours in memory where their stride comes as 1."""
+    """Triton knows that columns are contiguous only where their stride is the constant 1."""
     expand, given = expand_of(1, 32, 4, monkeypatch)
     code = code_of_launch(expand, given)["ttgir"]
     block = rf"tensor<{expand.sizes.BLOCK_R}x{expand.sizes.BLOCK_C}x"  # [R, C]

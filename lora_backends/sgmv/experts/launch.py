@@ -154,7 +154,8 @@ def add_experts(
     if not reduce:
         h = _new_h(call, both.split_k)
         if is_capturing(y.device) and not both.shrink.is_compiled(shrink_arguments(call, both, h)):
-            # A capture cannot load modules. A warm-up of one call compiled the other shrink alone.
+            # A capture cannot load modules, and a warm-up of one call compiled only the shrink that
+            # waits first.
             both = choice.kernels(routing, None)
         launched = launch_shrink(call, both, h), launch_expand(call, both, h, y)
         routing.settled = place
@@ -334,7 +335,7 @@ def kernels_of(
     expand, general = tiles.expand, site.interleaved
     general |= padded_rank(site.shape.max_rank) > expand.block_r
     if general or fresh or not tma:
-        # without TMA the kernel's code has every chunk
+        # without TMA the loop over chunks is unrolled: the code stays short
         expand = replace(expand, num_stages=1, chunks=min(8, expand.chunks))
     if general:
         expand = replace(expand, chunks=1)

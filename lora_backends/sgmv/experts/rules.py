@@ -54,14 +54,15 @@ _MOST_EAGER = 2**21  # values of A that are read before the rank is known: 1 us 
 # 16 bits: shrinks of tiles of 16 pairs, and expands of ranks above 16:
 _GROUPED_K = 256  # inputs that groups of warps share out
 _MOST_GROUPED = 600  # blocks of 16 rows of A up to which they do, where A has 64 rows or more
-_MOST_HALVED = 1000  # the same number of blocks, up to which a program takes two of them
+_MOST_HALVED = 1000  # blocks up to which, above _MOST_GROUPED, a program takes two of them
 _AT_ONCE = {4: 4, 3: 6, 2: 7}  # programs per multiprocessor by stages; ties go to the first
 _PIPELINED_TILES = 40  # above which an expand of 16 pairs has loads of B by TMA in flight
+_LONG_PIPELINED_TILES = 600  # above which a program of that expand takes up to four blocks
 _MOST_ALONE_TILES = 600  # up to which ranks of 64 are expanded pair by pair
-_LONG_PIPELINED_TILES = 600  # above which a program of it takes up to four blocks of columns
-_PREFILL_PROGRAMS = 264  # of the shrink of a prefill that are wanted at rank 16
+# 16 bits: shrinks of tiles of more than 16 pairs:
+_PREFILL_PROGRAMS = 264  # programs at least, as far as planes allow, at ranks up to 16
 _PREFILL_PROGRAMS_LONG = 200  # the same for ranks above 16
-_MOST_PREFILL_PLANES = 4
+_MOST_PREFILL_PLANES = 4  # of h
 
 
 @dataclass(frozen=True)
@@ -213,19 +214,20 @@ def _prefill(
     """Return the sizes for tiles of more than 16 pairs in 16 bits."""
     block_n, narrow = min(64, power_of_two(site.stacked)), padded_rank(site.max_rank) == MIN_DOT
     rows, block_k, stages = min(64, pairs.tile), 64, 4
-    few = -(-site.stacked // block_n) * count * (pairs.tile // rows) <= H200.multiprocessors
+    blocks = -(-site.stacked // block_n) * count * (pairs.tile // rows)
     if rows == 32:
         block_k, stages = 128 if block_n == MIN_DOT else 64, 5
-    elif few:  # two programs fit on a multiprocessor
+    elif blocks <= H200.multiprocessors:  # two programs fit on each
         block_k, stages = 128, 3 if block_n == 64 else 4
-    elif site.stacked >= 128:  # every block of A reads x again: one program has all of a tile
+    elif site.stacked >= 128:
+        # a program takes all pairs of a tile, so that a block of A is read once per tile
+        blocks //= pairs.tile // rows
         rows, stages = pairs.tile, 3
     elif block_n == 32 and pairs.tile == 128:
         stages = 3
     elif block_n == MIN_DOT and pairs.tile == 64:
         block_k, stages = 128, 3
-    blocks = -(-site.stacked // block_n) * count * (pairs.tile // rows)
-    # every multiprocessor has a program or two; the expand reads every plane back
+    # as many planes as give each multiprocessor one or two programs; few, as the expand reads all
     wanted = _PREFILL_PROGRAMS if narrow else _PREFILL_PROGRAMS_LONG
     planes = min(_MOST_PREFILL_PLANES, -(-wanted // blocks))
     split_k = parts(site.in_features, block_k, planes)
@@ -237,10 +239,10 @@ def _prefill(
 
 
 def _with_more_chunks(expand: ExpandTiles, rows: int, site: SiteShape) -> ExpandTiles:
-    """Return an expand with TMA and 9 to 16 chunks where up to 8 leave it 5 or fewer.
+    """Return the expand with 9 to 16 chunks if it loads B by TMA and has 5 chunks or fewer.
 
-    45 blocks of columns divide by 5 and by 15. Where programs have 6 or more chunks, or 64 pairs
-    and large blocks of B, fewer programs were no faster.
+    45 blocks of columns divide by 5 and by 15: 15 chunks make a third of the programs. That was no
+    faster where programs had 6 chunks or more, or 64 pairs and large blocks of B.
     """
     chunks, values = chunks_of(site.widest, expand.block_c, 16), expand.block_c * expand.block_r
     if expand.num_stages <= 1 or expand.chunks > 5 or chunks <= 8:

@@ -32,11 +32,11 @@ class Located(NamedTuple):
 
 
 def stride_unit(max_rank: int, item_bytes: int) -> int:
-    """Return the factor of strides of B, in elements, for kernels: the bytes of an element, or 1.
+    """Return what strides of B are multiplied by for kernels: the bytes of an element, or 1.
 
     Triton specializes on arguments that are multiples of 16 and on 1. A stride of 8 ranks in 16
     bits is 8 elements, so each element would be loaded alone; in bytes it is 16, so a load takes 16
-    bytes. With one rank the columns of B are neighbours: their stride has to stay 1.
+    bytes. With one rank the columns of B are contiguous: their stride must stay 1.
 
     >>> stride_unit(8, 2), stride_unit(1, 2)
     (2, 1)

@@ -1,8 +1,8 @@
-"""The rules for tile sizes: pure functions of shapes and a GPU, fitted to one H200 in bfloat16.
+"""The rules for tile sizes: pure functions of shapes and a GPU, fitted to one H200.
 
-They generalise the sizes that measured fastest on the layers of Llama-3-8B. Any result is correct
-on any shape. For another GPU, which is untried, they count rows as an H200 would and take no more
-shared memory than it has; memory bandwidth enters no rule.
+They generalise the sizes that measured fastest on the layers of Llama-3-8B, in bfloat16 and int8.
+Any result is correct on any shape. For another GPU, which is untried, they count rows as an H200
+would and take no more shared memory than it has; memory bandwidth enters no rule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _MOST_PLANES = 32  # of h: the expand reads them all back
 _SHORT_INPUT = 2048  # in_features below which most small batches sum in one order
 _LONG_INPUT = 8192  # in_features from which more parts are faster
 _WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
-_MOST_GROUPED = 600  # blocks of 16 rows of A, above which those of 32 read x less often
+_MOST_GROUPED = (
+    600  # blocks of 16 rows of A, above which higher ranks take 32: x is read less often
+)
 _TILE_INPUTS = 1024  # of a program of the shrink, for one tile of a high rank
 _ROW_INPUTS = 1024  # per step of a shrink of 8 bits without a matrix product
 _SHARED_BYTES = 128 * 1024  # shared memory for the loads in flight
@@ -84,7 +86,7 @@ def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConf
     if layer.item_bytes != 2 or not has_whole_rows(layer.max_rank) or rank_pad > MAX_BLOCK_R:
         return tiles
     narrow, long = rank_pad == MIN_DOT, layer.in_features >= _LONG_INPUT
-    # for other numbers of rows these expands were slower as often as faster
+    # in all other batches an expand without a matrix product was slower as often as faster
     if rows < _FEW_ROWS:
         if layer.out_features >= _WIDE_OUTPUT:
             block_c, num_warps = (256, 4) if narrow else (128, 2)
@@ -99,8 +101,8 @@ def _of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConf
     if rows > 1:
         return tiles
     planes = 28 if long else 16
-    # an expand of a high rank takes longer to read each plane, so it gets half as many
-    few_planes = not (narrow or long)
+    # planes of a high rank are larger: longer steps leave fewer of them for the expand to read
+    few_planes = not narrow and not long
     block_k = 512 if few_planes or layer.in_features > 3 * 256 * planes else 256
     split_k = parts(layer.in_features, block_k, planes)
     shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=0, num_warps=8, num_stages=1)
@@ -132,6 +134,7 @@ def _shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTil
     grouped = batch.tile_tokens <= 32 and layer.item_bytes == 2
     if rows > 1 and grouped and layer.in_features >= _SHORT_INPUT:
         return _shrink_in_groups(rows, batch, layer)
+    # one tile, or of more: float32, tiles of more than 32 tokens, and short inputs
     stacked = power_of_two(layer.stacked)
     long, narrow = layer.in_features >= _LONG_INPUT, padded_rank(layer.max_rank) == 16
     single = layer.num_slices == 1
@@ -156,7 +159,10 @@ def _shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTil
 
 
 def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
-    """Return the sizes in 16 bits: groups of warps share out a step of 16 or 32 rows of A."""
+    """Return the sizes for 16 bits: groups of warps divide the inputs of a step.
+
+    A block of A has 16 or 32 rows.
+    """
     narrow, long = padded_rank(layer.max_rank) == MIN_DOT, layer.in_features >= _LONG_INPUT
     block_n, blocks = MIN_DOT, -(-layer.stacked // MIN_DOT) * rows
     wide_tile, small = batch.tile_tokens > 16, layer.num_slices == 1 and not long
@@ -168,7 +174,8 @@ def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> Shrink
         planes = min(most, max(4, wanted // blocks))
     else:
         planes = 2 if narrow and blocks <= 3 * H200.multiprocessors else 1
-    # `parts` may leave the last part empty: 15 of 14,336 inputs were faster than 14
+    # `parts` may leave the last part empty: 14,336 inputs were faster in 15 parts, one of them
+    # empty, than in 14
     split_k = parts(layer.in_features, 256, planes)
     return ShrinkTiles(block_n, 256, split_k, warps_k=4, num_stages=4)
 
@@ -283,9 +290,9 @@ def of_8_bits(
 def _of_lone_tokens_of_8_bits(
     rows: int, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> TileConfig | None:
-    """Return sizes for tokens alone with their slot, or None for those of other batches.
+    """Return sizes for slots of about one token each, or None where they take those of all batches.
 
-    Only the shrink of one token at rank 16 takes a matrix product.
+    Of these shrinks only that of one tile, at ranks up to 16, takes a matrix product.
     """
     rank_pad, long = padded_rank(layer.max_rank), layer.in_features >= _LONG_INPUT
     if rank_pad == MIN_DOT:
@@ -298,22 +305,23 @@ def _of_lone_tokens_of_8_bits(
             block_c, num_warps = (128, 4) if layer.num_slices == 1 else (256, 2)
             return TileConfig(shrink, ExpandTiles(block_c, MIN_DOT, 1, num_warps, num_stages=0))
         many = rows >= _MANY_ROWS
-        # as many chunks as leave about 700 programs
-        chunks = min(4, _chunks(rows * (layer.out_features // 256) // 700))
+        # up to four chunks while 700 programs or more remain
+        chunks = _chunks(min(4, rows * (layer.out_features // 256) // 700))
         expand = ExpandTiles(256, MIN_DOT, chunks, 2 if many else 4, num_stages=0)
         return TileConfig(_shrink_rows(layer, rows), expand)
     if rank_pad > MAX_BLOCK_R or not has_whole_rows(layer.max_rank):
         return None
     if rows == 1:
-        split_k = parts(layer.in_features, 512, 28)
-        shrink = ShrinkTiles(MIN_DOT, 512, split_k, warps_k=0, num_warps=8, num_stages=1)
-        return TileConfig(shrink, ExpandTiles(128, rank_pad, num_stages=0))
-    if rows < _MANY_ROWS:
+        planes, expand = 28, ExpandTiles(128, rank_pad, num_stages=0)
+    elif rows >= _MANY_ROWS:
+        # about four steps per program; their loads are all in flight together
+        planes = min(28, max(2, -(-layer.in_features // 2048)))
+        expand = ExpandTiles(128, rank_pad, 4, num_warps=2, num_stages=0)
+    else:
         return None
-    # four steps a program, whose loads are all in flight
-    split_k = parts(layer.in_features, 512, min(28, max(2, -(-layer.in_features // 2048))))
+    split_k = parts(layer.in_features, 512, planes)
     shrink = ShrinkTiles(MIN_DOT, 512, split_k, warps_k=0, num_warps=8, num_stages=1)
-    return TileConfig(shrink, ExpandTiles(128, rank_pad, 4, num_warps=2, num_stages=0))
+    return TileConfig(shrink, expand)
 
 
 def _shrink_of_8_bits(
@@ -326,14 +334,13 @@ def _shrink_of_8_bits(
     if prefill and batch.tile_tokens >= 64 and shrink.warps_k == 1:
         shrink = _long_shrink_of_8_bits(shrink, batch, layer, gpu)
     elif long and shrink.block_k < most:
-        block_k = min(most, 2 * shrink.block_k)
+        block_k, stages = min(most, 2 * shrink.block_k), shrink.num_stages
         split_k = parts(layer.in_features, block_k, shrink.split_k)
-        shrink = replace(shrink, block_k=block_k, split_k=split_k)
         if shrink.warps_k > 1:
-            # a program alone would take all steps of a long layer one after another
-            alone = split_k == 1 and layer.in_features >= _LONG_INPUT and not prefill
-            split_k, stages = 2 if alone else split_k, min(3, shrink.num_stages)
-            shrink = replace(shrink, split_k=split_k, num_stages=stages)
+            stages = min(3, stages)
+            if layer.in_features >= _LONG_INPUT and not prefill:
+                split_k = max(2, split_k)  # one program would take all steps of the layer in turn
+        shrink = replace(shrink, block_k=block_k, split_k=split_k, num_stages=stages)
     if prefill and batch.tile_tokens < 64:
         shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
     elif not prefill and tiles.expand.block_r > MIN_DOT:

@@ -145,7 +145,7 @@ def has_whole_rows(max_rank: int) -> bool:
 def parts(in_features: int, block_k: int, most: int) -> int:
     """Return the most parts of the inputs, up to `most`, wasting at most an eighth of the steps.
 
-    A last part may have no inputs: 56 steps in 15 parts of 4.
+    The last parts may be empty: 56 steps in 15 parts of 4 fill 14 of them.
 
     >>> parts(2048, 128, 16), parts(17408, 1024, 8), parts(77, 128, 4), parts(14336, 256, 16)
     (16, 6, 1, 15)

@@ -264,7 +264,7 @@ def source_of(variant, target):
 
 
 def code_of_launch(found, given):
-    """Return what Triton compiles for sm_90, by stage, of a launch with bfloat16 weights."""
+    """Return the code of every compiler stage, for sm_90, of a launch with bfloat16 weights."""
     import triton
 
     source, options = source_of(Variant("", found, "bf16"), target_of("cuda:90"))

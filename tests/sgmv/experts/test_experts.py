@@ -402,7 +402,7 @@ def test_many_columns_are_expanded_in_blocks_that_load_ahead(pairs, site, blocks
         ((16384, 256, 64), 1, 16, (64, 16, 128, 1, 3)),
         ((32768, 1024, 64), 2, 16, (64, 32, 64, 1, 4)),
         ((32768, 128, 128), 1, 64, (64, 64, 64, 1, 4)),
-        ((32768, 128, 128), 2, 64, (128, 64, 64, 1, 3)),  # every block of A reads x again
+        ((32768, 128, 128), 2, 64, (128, 64, 64, 1, 3)),  # one program per tile and block of A
         ((8192, 8, 128), 2, 64, (128, 64, 64, 2, 3)),
     ],
 )
