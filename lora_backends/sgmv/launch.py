@@ -25,10 +25,10 @@ from lora_backends.sgmv.launching.slice_tables import Located, located_a, locate
 from lora_backends.sgmv.launching.tma import MAX_GRID_ROWS, allows_tma, descriptor
 from lora_backends.sgmv.layout import SgmvPlan
 from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
+from lora_backends.sgmv.tiles.eight_bit_rules import of_8_bits
 from lora_backends.sgmv.tiles.gpu import Gpu
 from lora_backends.sgmv.tiles.rules import (
     ends_beyond_ranks,
-    of_8_bits,
     of_scaled_blocks,
     prefetched_lines,
 )

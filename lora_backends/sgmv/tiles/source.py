@@ -23,6 +23,7 @@ from lora_backends.common.files import as_path
 from lora_backends.common.names import TILES_VARIABLE
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.tiles import rules
+from lora_backends.sgmv.tiles.eight_bit_rules import of_8_bits
 from lora_backends.sgmv.tiles.gpu import H200, Gpu, gpu_of
 from lora_backends.sgmv.tiles.sizes import BatchShape, LayerShape, TileConfig
 from lora_backends.sgmv.tiles.table import (
@@ -202,7 +203,7 @@ def _from_tables(given: Mapping[Path, TileTable], device: torch.device, gpu: Gpu
             return chosen
         if layer.item_bytes == 1:
             wide = replace(layer, item_bytes=2)
-            return rules.of_8_bits(choose_tiles(batch, wide), batch, wide, gpu)
+            return of_8_bits(choose_tiles(batch, wide), batch, wide, gpu)
         return rules.choose_tiles(batch, layer, gpu)
 
     return TileSource(

@@ -12,10 +12,10 @@ from helpers.engines import ENGINES
 from lora_backends.sgmv.experts import rules as expert_rules
 from lora_backends.sgmv.launch import INVARIANT_BATCH
 from lora_backends.sgmv.tiles import alike, first_use, gpu, sizes
+from lora_backends.sgmv.tiles.eight_bit_rules import of_8_bits
 from lora_backends.sgmv.tiles.gpu import H200, Gpu, gpu_of
 from lora_backends.sgmv.tiles.rules import (
     choose_tiles,
-    of_8_bits,
     of_scaled_blocks,
     tile_tokens,
 )
@@ -135,13 +135,13 @@ def test_a_gpu_with_little_shared_memory_has_fewer_loads_in_flight_and_no_tma():
     batch, layer = BatchShape(8192, 8, 64), LayerShape(1, 64, 4096, 14336, 2)
     large, small = choose_tiles(batch, layer), choose_tiles(batch, layer, RTX_5090)
     assert (large.expand.num_stages, small.expand.num_stages) == (3, 1)
-    batch, layer = BatchShape(512, 8, 64), LayerShape(1, 64, 14336, 4096, 2)
+    batch, layer = BatchShape(1024, 8, 64), LayerShape(1, 64, 14336, 4096, 2)
     large, small = choose_tiles(batch, layer), choose_tiles(batch, layer, L4)
     assert (large.shrink.num_stages, small.shrink.num_stages) == (4, 3)
 
 
 def test_a_table_for_a_gpu_holds_no_sizes_that_another_has_no_room_for():
-    batch, layer = BatchShape(512, 8, 64), LayerShape(1, 64, 14336, 4096, 2)
+    batch, layer = BatchShape(1024, 8, 64), LayerShape(1, 64, 14336, 4096, 2)
     tiles = choose_tiles(batch, layer)
     assert not tile_faults(tiles, 64, layer, H200)
     (fault,) = tile_faults(tiles, 64, layer, L4)
@@ -224,7 +224,7 @@ def test_low_ranks_and_float32_take_more_parts_of_the_inputs():
     [
         (64, 8, 16, 1, (16, 256, 11, 4)),  # enough programs for the GPU, up to 16 planes
         (64, 8, 16, 3, (16, 256, 5, 4)),
-        (64, 8, 64, 3, (16, 256, 4, 4)),
+        (64, 8, 64, 3, (32, 256, 4, 4)),  # 96 blocks of 16 rows: half as many programs
         (64, 64, 16, 3, (16, 256, 2, 4)),  # blocks of A fill the GPU: few planes
         (64, 64, 64, 3, (32, 256, 1, 4)),  # more than 600 blocks: x is read less often
         (256, 8, 64, 3, (32, 256, 4, 4)),
@@ -277,12 +277,14 @@ def test_tokens_alone_with_their_slot_take_no_matrix_product(rank):
 @pytest.mark.parametrize(
     "tokens, active, slices, outputs, sizes",
     [
-        (64, 8, 2, 28672, (64, 8, 4, 3)),  # wide: TMA
+        (64, 8, 2, 28672, (64, 4, 4, 1)),
+        (64, 16, 2, 28672, (64, 8, 4, 3)),  # wide, more tiles or wider ones: TMA
         (256, 8, 2, 28672, (64, 8, 4, 3)),
         (16, 1, 2, 28672, (128, 1, 4, 1)),  # one tile
         (256, 8, 3, 6144, (64, 4, 4, 1)),
         (256, 8, 1, 4096, (128, 1, 4, 1)),
-        (1, 1, 1, 4096, (64, 1, 4, 0)),
+        (64, 1, 3, 6144, (128, 1, 4, 1)),
+        (1, 1, 1, 4096, (64, 1, 2, 0)),
         (1, 1, 2, 28672, (128, 1, 2, 0)),
     ],
 )
@@ -300,9 +302,13 @@ def test_expands_of_rank_64_in_small_batches(tokens, active, slices, outputs, si
     [
         (1, 1, 16, 1, (256, 16, 4), (128, 1, 4, 0)),
         (1, 1, 16, 3, (256, 16, 4), (256, 1, 2, 0)),
-        (1, 1, 64, 1, (512, 8, 0), (128, 1, 4, 0)),
+        (1, 1, 64, 1, (1024, 4, 0), (128, 1, 4, 0)),
+        (1, 1, 64, 2, (1024, 4, 0), (128, 1, 2, 0)),
+        (16, 1, 16, 1, (256, 16, 4), (128, 1, 4, 1)),
+        (16, 1, 16, 2, (256, 16, 4), (128, 2, 4, 1)),
         (64, 64, 16, 1, (1024, 4, 0), (256, 1, 2, 0)),
-        (64, 64, 64, 1, (512, 2, 0), (128, 4, 2, 0)),
+        (64, 64, 64, 1, (1024, 2, 0), (128, 4, 2, 0)),
+        (64, 8, 64, 2, (512, 4, 4), (64, 8, 4, 1)),
         (64, 64, 24, 1, (512, 4, 4), (128, 4, 4, 1)),  # no whole rows of B
         (64, 8, 16, 3, (512, 4, 4), (256, 1, 4, 1)),
         (64, 8, 64, 1, (512, 4, 4), (128, 1, 4, 1)),
@@ -330,6 +336,46 @@ def test_parts_of_the_inputs_are_nearly_equal():
             batch = BatchShape(tokens, active, tile_tokens(tokens, active))
             shrink = choose_tiles(batch, LayerShape(1, 16, inputs, 4096, 2)).shrink
             assert part_waste(inputs, shrink.block_k, shrink.split_k) <= 9 / 8
+
+
+@pytest.mark.parametrize(
+    "rank, slices, inputs, outputs, shrink, expand",
+    [
+        (16, 1, 4096, 4096, {512: (16, 8, 4), 1024: (16, 8, 4), 2048: (16, 4, 4)}, (128, 2, 4, 1)),
+        (64, 1, 4096, 4096, {512: (16, 4, 4), 1024: (32, 4, 4), 8192: (64, 1, 6)}, (64, 4, 4, 1)),
+        (16, 1, 14336, 4096, {512: (16, 14, 4), 1024: (16, 8, 4)}, (64, 4, 4, 1)),
+        (
+            64,
+            3,
+            4096,
+            6144,
+            {1024: (128, 4, 5), 2048: (256, 4, 4), 8192: (256, 1, 5)},
+            (64, 4, 4, 1),
+        ),
+        (16, 2, 4096, 28672, {512: (32, 4, 4), 1024: (16, 4, 4), 8192: (32, 1, 6)}, (128, 8, 4, 1)),
+        (
+            64,
+            2,
+            4096,
+            28672,
+            {512: (64, 4, 4), 1024: (32, 2, 4), 8192: (128, 1, 6)},
+            (128, 8, 4, 3),
+        ),
+    ],
+)
+def test_tiles_of_64_tokens_give_each_multiprocessor_one_program_of_the_shrink(
+    rank, slices, inputs, outputs, shrink, expand
+):
+    layer = LayerShape(slices, rank, inputs, outputs, 2)
+    for tokens in (512, 1024, 2048, 4096, 8192, 16384):
+        batch = BatchShape(tokens, 8, 64)
+        tiles = choose_tiles(batch, layer)
+        sizes = tiles.shrink.block_n, tiles.shrink.split_k, tiles.shrink.num_stages
+        assert sizes == shrink.get(tokens, sizes)
+        programs = -(-layer.stacked // sizes[0]) * batch.rows * sizes[1]
+        assert programs <= 132 or sizes[1] == 1 or (rank == 16 and slices == 1)
+    found = choose_tiles(BatchShape(512, 8, 64), layer).expand
+    assert (found.block_c, found.chunks, found.num_warps, found.num_stages) == expand
 
 
 @pytest.mark.parametrize("rank, padded", [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128)])

@@ -1,0 +1,177 @@
+"""The rules for tile sizes of stacks of 8 bits, made from those for 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lora_backends.sgmv.tiles.bounds import (
+    LONG_INPUT,
+    MANY_ROWS,
+    PREFILL_TOKENS,
+    SHARED_BYTES,
+    SHORT_INPUT,
+    WIDE_OUTPUT,
+    chunks_of,
+)
+from lora_backends.sgmv.tiles.decode_rules import are_alone
+from lora_backends.sgmv.tiles.gpu import H200, Gpu
+from lora_backends.sgmv.tiles.sizes import (
+    MAX_BLOCK_R,
+    MIN_DOT,
+    BatchShape,
+    ExpandTiles,
+    LayerShape,
+    ShrinkTiles,
+    TileConfig,
+    fitting,
+    has_whole_rows,
+    padded_rank,
+    parts,
+    power_of_two,
+)
+
+_ROW_INPUTS = 1024  # per step of a shrink without a matrix product
+
+
+def of_8_bits(
+    tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu = H200
+) -> TileConfig:
+    """Return sizes for a stack of 8 bits with a scale per row, made from those for 16 bits."""
+    rows, shrink, expand = gpu.as_on_h200(batch.rows), tiles.shrink, tiles.expand
+    if are_alone(batch, layer) and layer.item_bytes == 2:
+        lone = _of_lone_tokens_of_8_bits(rows, batch, layer, gpu)
+        if lone is not None:
+            return lone
+    is_tile = rows == 1 and batch.tile_tokens == MIN_DOT and batch.num_tokens < PREFILL_TOKENS
+    one_tile = is_tile and padded_rank(layer.max_rank) == MIN_DOT and layer.item_bytes == 2
+    if one_tile and layer.in_features >= SHORT_INPUT:
+        chunks = 2 if layer.out_features >= WIDE_OUTPUT else 1
+        return TileConfig(_shrink_tile_of_8_bits(layer, gpu), ExpandTiles(128, MIN_DOT, chunks))
+    if shrink.warps_k:
+        shrink = _shrink_of_8_bits(tiles, batch, layer, gpu)
+    if expand.num_stages:
+        expand = _expand_of_8_bits(expand, batch, layer, rows)
+    return TileConfig(shrink, expand)
+
+
+def _of_lone_tokens_of_8_bits(
+    rows: int, batch: BatchShape, layer: LayerShape, gpu: Gpu
+) -> TileConfig | None:
+    """Return sizes for slots of about one token each, or None where they take those of all batches.
+
+    Of these shrinks only that of one tile, at ranks up to 16, takes a matrix product.
+    """
+    rank_pad = padded_rank(layer.max_rank)
+    if rank_pad == MIN_DOT:
+        if rows == 1 and batch.tile_tokens == MIN_DOT:
+            block_c, num_warps = (128, 4) if layer.num_slices == 1 else (256, 2)
+            expand = ExpandTiles(block_c, MIN_DOT, 1, num_warps, num_stages=0)
+            return TileConfig(_shrink_tile_of_8_bits(layer, gpu), expand)
+        many = rows >= MANY_ROWS
+        # up to four chunks while 700 programs or more remain
+        chunks = chunks_of(min(4, rows * (layer.out_features // 256) // 700))
+        expand = ExpandTiles(256, MIN_DOT, chunks, 2 if many else 4, num_stages=0)
+        return TileConfig(_shrink_rows(layer, 8 if many else 16), expand)
+    if rank_pad > MAX_BLOCK_R or not has_whole_rows(layer.max_rank):
+        return None
+    if rows == 1:
+        num_warps = 2 if layer.out_features >= WIDE_OUTPUT else 4
+        planes, expand = 28, ExpandTiles(128, rank_pad, 1, num_warps, num_stages=0)
+    elif rows >= MANY_ROWS:
+        # about two steps per program; their loads are all in flight together
+        planes = min(28, max(2, -(-layer.in_features // 2048)))
+        expand = ExpandTiles(128, rank_pad, 4, num_warps=2, num_stages=0)
+    else:
+        return None
+    return TileConfig(_shrink_rows(layer, planes), expand)
+
+
+def _shrink_tile_of_8_bits(layer: LayerShape, gpu: Gpu) -> ShrinkTiles:
+    """Return the sizes for one tile of up to 16 ranks."""
+    block_k = 512 if layer.in_features >= LONG_INPUT else 256
+    split_k = parts(layer.in_features, block_k, 28)
+    # two stages are enough: most programs have one or two steps
+    shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=4, num_stages=2)
+    return fitting(shrink, MIN_DOT, 1, gpu)
+
+
+def _shrink_of_8_bits(
+    tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu
+) -> ShrinkTiles:
+    """Twice as many inputs a step keep as many bytes in flight; wide tiles have their own rule."""
+    shrink, prefill = tiles.shrink, batch.num_tokens >= PREFILL_TOKENS
+    most = 128 if prefill and shrink.block_n >= 64 else 512
+    long = layer.in_features >= 2 * shrink.block_k * shrink.split_k
+    if prefill and batch.tile_tokens >= 64 and shrink.warps_k == 1:
+        shrink = _long_shrink_of_8_bits(shrink, batch, layer, gpu)
+    elif long and shrink.block_k < most:
+        block_k, stages = min(most, 2 * shrink.block_k), shrink.num_stages
+        split_k = parts(layer.in_features, block_k, shrink.split_k)
+        if shrink.warps_k > 1:
+            stages = min(3, stages)
+            if layer.in_features >= LONG_INPUT and not prefill:
+                split_k = max(2, split_k)  # one program would take all steps of the layer in turn
+        shrink = replace(shrink, block_k=block_k, split_k=split_k, num_stages=stages)
+    if prefill and batch.tile_tokens < 64:
+        shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
+    elif not prefill and tiles.expand.block_r > MIN_DOT:
+        shrink = replace(shrink, block_n=min(shrink.block_n, 32))
+    stage = shrink.block_k * (shrink.block_n + batch.tile_tokens * layer.item_bytes)
+    stages = max(2, min(shrink.num_stages, SHARED_BYTES // stage))
+    shrink, item_bytes = replace(shrink, num_stages=stages), 4 if layer.item_bytes == 4 else 1
+    return fitting(shrink, batch.tile_tokens, item_bytes, gpu)
+
+
+def _long_shrink_of_8_bits(
+    shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape, gpu: Gpu
+) -> ShrinkTiles:
+    """Return blocks of up to 64 rows of A, in enough programs to hide their widening."""
+    block_n, narrow = min(64, shrink.block_n), padded_rank(layer.max_rank) == MIN_DOT
+    blocks = -(-layer.stacked // block_n)
+    block_k, stages = (128, 5) if narrow else (128, 3) if blocks <= 2 else (64, 5)
+    # that takes two programs per multiprocessor, or one at rank 16
+    programs = blocks * gpu.as_on_h200(batch.rows) * shrink.split_k
+    split_k, wanted = shrink.split_k, 128 if narrow else 256
+    if programs < wanted and layer.in_features >= 16 * block_k * split_k:
+        split_k *= 2
+    elif split_k % 2 == 0 and programs >= 2 * wanted and layer.out_features >= WIDE_OUTPUT:
+        # a wide expand would read all of the planes
+        split_k //= 2
+    return replace(
+        shrink, block_n=block_n, block_k=block_k, split_k=split_k, num_warps=4, num_stages=stages
+    )
+
+
+def _expand_of_8_bits(
+    expand: ExpandTiles, batch: BatchShape, layer: LayerShape, rows: int
+) -> ExpandTiles:
+    """Return sizes of the expand of 8 bits."""
+    wide = layer.out_features >= WIDE_OUTPUT
+    # in prefill 4 warps, to hide each other's widening, but 8 at rank 16 with TMA
+    if batch.num_tokens >= PREFILL_TOKENS:
+        if expand.num_stages == 1 or expand.block_c == 64:
+            return replace(expand, block_c=64, num_warps=4, num_stages=1)
+        if expand.block_r > MIN_DOT:
+            return replace(expand, num_warps=4)
+        return replace(expand, num_stages=4) if wide else expand
+    if expand.block_r > MIN_DOT:
+        whole = expand.block_r == padded_rank(layer.max_rank)
+        if rows >= MANY_ROWS and batch.tile_tokens <= 32 and expand.block_c == 128 and whole:
+            return ExpandTiles(128, expand.block_r, 4)
+        if wide and expand.block_c == 64 and expand.chunks == 4:
+            return replace(expand, chunks=8, num_stages=1)
+        return replace(expand, num_stages=1)
+    # a single row of the grid is faster with twice as many programs of 128
+    block_c, chunks = max(expand.block_c, 128 if rows == 1 else 256), expand.chunks
+    if block_c > expand.block_c and rows < MANY_ROWS:
+        if batch.tile_tokens > MIN_DOT:
+            return expand
+        chunks = max(1, chunks // 2)
+    return replace(expand, block_c=block_c, chunks=chunks)
+
+
+def _shrink_rows(layer: LayerShape, planes: int) -> ShrinkTiles:
+    """Read wide blocks of A straight to registers; split the inputs until programs are many."""
+    block_k = max(MIN_DOT, min(_ROW_INPUTS, power_of_two(layer.in_features)))
+    split_k = parts(layer.in_features, block_k, planes)
+    return ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=0, num_stages=1)
