@@ -175,7 +175,7 @@ def compiled_by_a_process(targets, cache):
     paths = [str(tests.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *targets.split()],
+        [sys.executable, "-W", "error:TRITON", "-c", code, *targets.split()],
         cwd=tests,
         env=environment,
         capture_output=True,
