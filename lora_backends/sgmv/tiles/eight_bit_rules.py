@@ -27,10 +27,9 @@ from lora_backends.sgmv.tiles.sizes import (
     has_whole_rows,
     padded_rank,
     parts,
-    power_of_two,
 )
 
-_ROW_INPUTS = 1024  # per step of a shrink without a matrix product
+_ROW_INPUTS = 1024  # per step of a shrink without a matrix product, in four warps
 
 
 def of_8_bits(
@@ -42,9 +41,9 @@ def of_8_bits(
         lone = _of_lone_tokens_of_8_bits(rows, batch, layer, gpu)
         if lone is not None:
             return lone
-    is_tile = rows == 1 and batch.tile_tokens == MIN_DOT and batch.num_tokens < PREFILL_TOKENS
-    one_tile = is_tile and padded_rank(layer.max_rank) == MIN_DOT and layer.item_bytes == 2
-    if one_tile and layer.in_features >= SHORT_INPUT:
+    narrow = padded_rank(layer.max_rank) == MIN_DOT and layer.item_bytes == 2
+    one_tile = rows == 1 and batch.tile_tokens == MIN_DOT
+    if one_tile and narrow and layer.in_features >= SHORT_INPUT:
         chunks = 2 if layer.out_features >= WIDE_OUTPUT else 1
         return TileConfig(_shrink_tile_of_8_bits(layer, gpu), ExpandTiles(128, MIN_DOT, chunks))
     if shrink.warps_k:
@@ -78,7 +77,7 @@ def _of_lone_tokens_of_8_bits(
         num_warps = 2 if layer.out_features >= WIDE_OUTPUT else 4
         planes, expand = 28, ExpandTiles(128, rank_pad, 1, num_warps, num_stages=0)
     elif rows >= MANY_ROWS:
-        # about two steps per program; their loads are all in flight together
+        # two to four steps per program; their loads are all in flight together
         planes = min(28, max(2, -(-layer.in_features // 2048)))
         expand = ExpandTiles(128, rank_pad, 4, num_warps=2, num_stages=0)
     else:
@@ -132,6 +131,7 @@ def _long_shrink_of_8_bits(
     # that takes two programs per multiprocessor, or one at rank 16
     programs = blocks * gpu.as_on_h200(batch.rows) * shrink.split_k
     split_k, wanted = shrink.split_k, 128 if narrow else 256
+    # eight steps remain for each part
     if programs < wanted and layer.in_features >= 16 * block_k * split_k:
         split_k *= 2
     elif split_k % 2 == 0 and programs >= 2 * wanted and layer.out_features >= WIDE_OUTPUT:
@@ -147,13 +147,13 @@ def _expand_of_8_bits(
 ) -> ExpandTiles:
     """Return sizes of the expand of 8 bits."""
     wide = layer.out_features >= WIDE_OUTPUT
-    # in prefill 4 warps, to hide each other's widening, but 8 at rank 16 with TMA
     if batch.num_tokens >= PREFILL_TOKENS:
+        # 4 warps, to hide each other's widening; at rank 16 with TMA as many as 16 bits take
         if expand.num_stages == 1 or expand.block_c == 64:
             return replace(expand, block_c=64, num_warps=4, num_stages=1)
         if expand.block_r > MIN_DOT:
             return replace(expand, num_warps=4)
-        return replace(expand, num_stages=4) if wide else expand
+        return replace(expand, num_stages=4) if wide and expand.block_c <= 128 else expand
     if expand.block_r > MIN_DOT:
         whole = expand.block_r == padded_rank(layer.max_rank)
         if rows >= MANY_ROWS and batch.tile_tokens <= 32 and expand.block_c == 128 and whole:
@@ -165,13 +165,16 @@ def _expand_of_8_bits(
     block_c, chunks = max(expand.block_c, 128 if rows == 1 else 256), expand.chunks
     if block_c > expand.block_c and rows < MANY_ROWS:
         if batch.tile_tokens > MIN_DOT:
-            return expand
+            return replace(expand, num_stages=1)
         chunks = max(1, chunks // 2)
-    return replace(expand, block_c=block_c, chunks=chunks)
+    return replace(expand, block_c=block_c, chunks=chunks, num_stages=1)
 
 
 def _shrink_rows(layer: LayerShape, planes: int) -> ShrinkTiles:
     """Read wide blocks of A straight to registers; split the inputs until programs are many."""
-    block_k = max(MIN_DOT, min(_ROW_INPUTS, power_of_two(layer.in_features)))
-    split_k = parts(layer.in_features, block_k, planes)
-    return ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=0, num_stages=1)
+    split_k = parts(layer.in_features, _ROW_INPUTS, planes)
+    if layer.in_features > 4 * _ROW_INPUTS * split_k:
+        # shorter steps make more equal parts: 5,120 inputs are one part of five steps, or two
+        split_k = parts(layer.in_features, 512, planes)
+        return ShrinkTiles(MIN_DOT, 512, split_k, warps_k=0, num_warps=8, num_stages=1)
+    return ShrinkTiles(MIN_DOT, _ROW_INPUTS, split_k, warps_k=0, num_stages=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lora_backends.sgmv.tiles.bounds import (
-    FEW_ROWS,
     LONG_INPUT,
     MANY_ROWS,
     SHARED_BYTES,
@@ -31,25 +30,28 @@ def shrink_in_one_wave(rows: int, layer: LayerShape, most_n: int) -> ShrinkTiles
     """
     wide, narrow = layer.out_features >= WIDE_OUTPUT, padded_rank(layer.max_rank) == MIN_DOT
     single, long = layer.num_slices == 1, layer.in_features >= LONG_INPUT
-    few_columns = single and narrow
     block_n, least_n = min(most_n, power_of_two(layer.stacked)), MIN_DOT
     # the expand reads every plane of h back, a wide one most often
-    if not wide:
-        planes = 4 * (1 + few_columns) * (1 + (single and long))
-    elif rows <= FEW_ROWS:
+    if wide and rows <= 8:
+        # narrower blocks would fill the GPU, but reading x again costs more
         planes, least_n = 4, min(64, block_n)
-    else:
+    elif wide:
         planes = 4 if narrow and rows < MANY_ROWS else 2
+    elif single and (narrow or long):
+        planes = 16 if narrow and long else 8
+    else:
+        planes = 4
     programs = H200.multiprocessors // rows  # of a row of the grid
-    if few_columns and rows <= H200.multiprocessors:
-        programs = max(2, programs)  # two programs hide each other's loads
+    one_block = single and narrow
+    if one_block and rows <= H200.multiprocessors:
+        programs = max(2, programs)  # two small programs hide each other's loads
     split_k = planes_of(layer.in_features, min(planes, programs // -(-layer.stacked // block_n)))
     while block_n > least_n and -(-layer.stacked // (block_n // 2)) * split_k <= programs:
         block_n //= 2
     block_k = 64 if block_n > 64 else 128
-    if rows < 64 or few_columns:
+    if rows < 64 or one_block:
         stages = 5 if block_n == 128 else 4
-    else:  # all of the shared memory, for long sums
+    else:  # parts of many steps: all of the shared memory
         stages = 5 if block_n == 256 else 6
     steps = -(-layer.in_features // (block_k * split_k))
     return ShrinkTiles(block_n, block_k, split_k, num_stages=max(2, min(stages, steps)))
@@ -69,9 +71,9 @@ def shrink_many_adapters(rows: int, layer: LayerShape) -> ShrinkTiles:
 
 
 def shrink_prefill(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
-    """Return the sizes for other tiles than of 64 tokens, and for float32."""
+    """Return the sizes for tiles of more than 16 tokens, with more programs than one wave."""
     stacked = power_of_two(layer.stacked)
-    wide, narrow = layer.out_features >= WIDE_OUTPUT, padded_rank(layer.max_rank) == 16
+    wide, narrow = layer.out_features >= WIDE_OUTPUT, padded_rank(layer.max_rank) == MIN_DOT
     single, long = layer.num_slices == 1, layer.in_features >= LONG_INPUT
     programs = -(-layer.stacked // min(64, stacked)) * rows
     planes = 4 if single or not (narrow or wide) else 2
@@ -81,7 +83,7 @@ def shrink_prefill(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTil
     split_k = planes_of(layer.in_features, planes)
     block_n, block_k = min(64, stacked), 128
     if stacked >= 128:
-        block_n, block_k = 64, 64
+        block_n, block_k = (128 if rows >= 64 and batch.tile_tokens == 64 else 64), 64
     programs = -(-layer.stacked // block_n) * rows * split_k
     step = 4 * (block_n + batch.tile_tokens) * layer.item_bytes  # of four loads in flight
     if programs <= H200.multiprocessors and 128 * step <= SHARED_BYTES:
@@ -92,21 +94,26 @@ def shrink_prefill(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTil
 
 
 def expand_prefill(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) -> ExpandTiles:
-    """Return the sizes for 16 bits and tiles of up to 64 tokens."""
+    """Return the sizes of the expand for 16 bits and tiles of up to 64 tokens."""
     rank_pad, wide = padded_rank(layer.max_rank), layer.out_features >= WIDE_OUTPUT
     block_r, narrow, tile = min(rank_pad, MAX_BLOCK_R), rank_pad == MIN_DOT, batch.tile_tokens
-    kibi = rows * layer.out_features // 1024  # programs, if each has 1,024 columns
+    single, kibi = layer.num_slices == 1, rows * layer.out_features // 1024
+    wave = H200.multiprocessors  # programs of 1,024 columns would be `kibi`
     if tma and block_r == rank_pad:
-        if kibi >= 2 * H200.multiprocessors and tile in ((64, 32) if wide else (64,)):
-            # a multiprocessor runs two programs; with 2,048 columns each, all run at once
-            at_once = not (narrow or wide) and 400 <= kibi <= 4 * H200.multiprocessors
-            return ExpandTiles(128, block_r, 16 if at_once else 8, 8, 4 if narrow else 3)
-        if tile == 64 and kibi >= 64 and (kibi <= 100 or not narrow):
-            block_c = 128 if kibi <= 66 or kibi >= 200 else 64
-            return ExpandTiles(block_c, block_r, 4 if kibi <= 100 else 8, num_stages=3)
-    short = layer.num_slices == 1 and layer.in_features < LONG_INPUT
-    few = narrow and short and tile == 64 and 32 <= kibi < 64
-    block_c = 128 if rows >= 64 or wide or few else 64
+        if kibi >= 2 * wave and (tile == 64 or (wide and tile == 32)):
+            # A multiprocessor runs two programs. Those of 2,048 columns are one wave where they are
+            # not more, and not many fewer.
+            whole = single and layer.out_features % 2048 == 0
+            one_wave = whole and not (narrow or wide) and 3 * wave <= kibi <= 4 * wave
+            return ExpandTiles(128, block_r, 16 if one_wave else 8, 8, 4 if narrow else 3)
+        if tile == 64 and 64 <= kibi <= 100:
+            # programs of 512 columns are one wave, or else smaller ones are several
+            return ExpandTiles(128 if 2 * kibi <= wave else 64, block_r, 4, num_stages=3)
+        if tile == 64 and kibi > 100 and not narrow:
+            return ExpandTiles(128 if 2 * kibi >= 3 * wave else 64, block_r, 8, num_stages=3)
+    # 4,096 columns and 8 tiles: blocks of 128 columns are faster with up to 8 planes of h
+    eight_tiles = single and narrow and tile == 64 and 32 <= kibi < 64
+    block_c = 128 if rows >= 64 or wide or (eight_tiles and layer.in_features < LONG_INPUT) else 64
     least = 256 if tile == 16 else 128  # programs
     chunks = chunks_of(rows * (layer.out_features // block_c) // least)
     num_warps = 8 if narrow and tile == 64 and block_c * chunks == 512 else 4

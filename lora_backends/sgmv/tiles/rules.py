@@ -56,13 +56,20 @@ def tile_tokens(num_tokens: int, active_slots: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose_tiles(batch: BatchShape, layer: LayerShape, gpu: Gpu = H200) -> TileConfig:
-    """Return the sizes for one layer and batch on a GPU."""
+def choose_tiles(
+    batch: BatchShape, layer: LayerShape, gpu: Gpu = H200, one_wave: bool = True
+) -> TileConfig:
+    """Return the sizes for one layer and batch on a GPU.
+
+    Without `one_wave` the shrink of long batches has more programs, as blends were measured.
+    """
     if layer.item_bytes == 1:
         wide = replace(layer, item_bytes=2)
-        return of_8_bits(choose_tiles(batch, wide, gpu), batch, wide, gpu)
+        return of_8_bits(choose_tiles(batch, wide, gpu, one_wave), batch, wide, gpu)
     rows, tma = gpu.as_on_h200(batch.rows), gpu.shared_bytes >= TMA_BYTES
-    if batch.num_tokens >= PREFILL_TOKENS and batch.tile_tokens == 64 and layer.item_bytes == 2:
+    prefill = batch.num_tokens >= PREFILL_TOKENS
+    if one_wave and prefill and batch.tile_tokens == 64 and layer.item_bytes == 2:
+        # sums of 256 columns were tried only where there is room for TMA, on Hopper
         shrink = shrink_in_one_wave(rows, layer, 256 if tma else 128)
     else:
         shrink = _bounded(_shrink(rows, batch, layer), batch, layer)

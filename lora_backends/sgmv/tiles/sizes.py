@@ -194,8 +194,10 @@ def fitting(
     while shrink_bytes(shrink, tile_tokens, item_bytes, scaled) > gpu.shared_bytes:
         if shrink.num_stages > 2:
             shrink = replace(shrink, num_stages=shrink.num_stages - 1)
-        else:
+        elif shrink.block_k > MIN_DOT * shrink.warps_k:
             shrink = replace(shrink, block_k=shrink.block_k // 2)
+        else:
+            shrink = replace(shrink, warps_k=shrink.warps_k // 2)
     return shrink
 
 

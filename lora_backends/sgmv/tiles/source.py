@@ -73,9 +73,9 @@ class TileSource:
 
 
 @lru_cache(maxsize=64)
-def rules_for(gpu: Gpu = H200) -> TileSource:
-    """Return the rules for a GPU, without a table."""
-    return TileSource(rules.tile_tokens, partial(rules.choose_tiles, gpu=gpu))
+def rules_for(gpu: Gpu = H200, one_wave: bool = True) -> TileSource:
+    """Return the rules for a GPU, without a table; `one_wave` as in `rules.choose_tiles`."""
+    return TileSource(rules.tile_tokens, partial(rules.choose_tiles, gpu=gpu, one_wave=one_wave))
 
 
 def tile_source(

@@ -42,7 +42,7 @@ class Entry:
     tile_tokens: int  # tokens per tile of the plan
     tiles: TileConfig
     tuned_us: float  # microseconds of one run_linear with these tiles
-    rules_us: float  # with the tiles of the rules, in the same run
+    rules_us: float  # with the tiles of the rules of that day, in the same run
 
     @property
     def key(self) -> Key:
