@@ -14,13 +14,13 @@ SHARED_BYTES = 128 * 1024  # shared memory for the loads in flight
 _MOST_PLANES = 32  # of h: the expand reads them all back
 
 
-def chunks_of(most: int) -> int:
+def chunks_up_to(most: int) -> int:
     """Return the largest power of two from 1 to 8 that does not exceed `most`."""
     return next((chunks for chunks in (8, 4, 2) if chunks <= most), 1)
 
 
 def planes_of(in_features: int, most: int) -> int:
-    """Return how many parts the inputs have, each a plane of h: up to `most` and _MOST_PLANES."""
+    """Return the number of parts of the inputs, up to `most`: the planes of h."""
     steps, most = max(1, in_features // 256), min(most, _MOST_PLANES)
     # the largest number of equal parts, in steps of 256, if that is more than half of `most`
     equal = max(split for split in range(1, max(1, most) + 1) if steps % split == 0)

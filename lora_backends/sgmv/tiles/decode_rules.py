@@ -28,9 +28,8 @@ from lora_backends.sgmv.tiles.sizes import (
     power_of_two,
 )
 
-_MOST_GROUPED = (
-    600  # blocks of 16 rows of A, above which higher ranks take 32: x is read less often
-)
+# above so many blocks of 16 rows of A, higher ranks take blocks of 32, which read x less often
+_MOST_GROUPED = 600
 _TILE_INPUTS = 1024  # of a program of the shrink, for one tile of a high rank
 
 
@@ -74,9 +73,9 @@ def shrink_decode(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTile
     grouped = batch.tile_tokens <= 32 and layer.item_bytes == 2
     if rows > 1 and grouped and layer.in_features >= SHORT_INPUT:
         return _shrink_in_groups(rows, batch, layer)
-    # one tile, or of more: float32, tiles of more than 32 tokens, and short inputs
+    # what is left: one tile, float32, tiles of more than 32 tokens, and short inputs
     stacked = power_of_two(layer.stacked)
-    long, narrow = layer.in_features >= LONG_INPUT, padded_rank(layer.max_rank) == 16
+    long, narrow = layer.in_features >= LONG_INPUT, padded_rank(layer.max_rank) == MIN_DOT
     single = layer.num_slices == 1
     if rows == 1 and _is_tile_of_high_rank(batch, layer):
         return _shrink_one_tile(layer)
@@ -106,7 +105,8 @@ def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> Shrink
     narrow, long = padded_rank(layer.max_rank) == MIN_DOT, layer.in_features >= LONG_INPUT
     block_n, blocks = MIN_DOT, -(-layer.stacked // MIN_DOT) * rows
     wide_tile, small = batch.tile_tokens > 16, layer.num_slices == 1 and not long
-    # 96 to 127 blocks in four parts are three programs per multiprocessor; half as many are faster
+    # 96 to 127 blocks in four parts are about three programs per multiprocessor; blocks of 32 rows
+    # halve that, and are faster
     halved = 96 <= blocks < 128 or blocks > _MOST_GROUPED or (wide_tile and not small)
     if halved and not narrow:
         block_n, blocks = 32, -(-layer.stacked // 32) * rows

@@ -11,7 +11,7 @@ from lora_backends.sgmv.tiles.bounds import (
     SHARED_BYTES,
     SHORT_INPUT,
     WIDE_OUTPUT,
-    chunks_of,
+    chunks_up_to,
 )
 from lora_backends.sgmv.tiles.decode_rules import are_alone
 from lora_backends.sgmv.tiles.gpu import H200, Gpu
@@ -35,17 +35,19 @@ _ROW_INPUTS = 1024  # per step of a shrink without a matrix product, in four war
 def of_8_bits(
     tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu = H200
 ) -> TileConfig:
-    """Return sizes for a stack of 8 bits with a scale per row, made from those for 16 bits."""
+    """Return sizes for a stack of 8 bits with a scale per row.
+
+    Tokens alone with their slot, and one tile of a low rank, have sizes of their own. Others follow
+    from the sizes for 16 bits.
+    """
     rows, shrink, expand = gpu.as_on_h200(batch.rows), tiles.shrink, tiles.expand
-    if are_alone(batch, layer) and layer.item_bytes == 2:
-        lone = _of_lone_tokens_of_8_bits(rows, batch, layer, gpu)
-        if lone is not None:
-            return lone
-    narrow = padded_rank(layer.max_rank) == MIN_DOT and layer.item_bytes == 2
-    one_tile = rows == 1 and batch.tile_tokens == MIN_DOT
-    if one_tile and narrow and layer.in_features >= SHORT_INPUT:
-        chunks = 2 if layer.out_features >= WIDE_OUTPUT else 1
-        return TileConfig(_shrink_tile_of_8_bits(layer, gpu), ExpandTiles(128, MIN_DOT, chunks))
+    own = None
+    if layer.item_bytes == 2 and rows == 1 and batch.tile_tokens == MIN_DOT:
+        own = _of_one_tile(batch, layer, gpu)
+    if own is None and layer.item_bytes == 2 and are_alone(batch, layer):
+        own = _of_lone_tokens_of_8_bits(rows, layer)
+    if own is not None:
+        return own
     if shrink.warps_k:
         shrink = _shrink_of_8_bits(tiles, batch, layer, gpu)
     if expand.num_stages:
@@ -53,22 +55,32 @@ def of_8_bits(
     return TileConfig(shrink, expand)
 
 
-def _of_lone_tokens_of_8_bits(
-    rows: int, batch: BatchShape, layer: LayerShape, gpu: Gpu
-) -> TileConfig | None:
-    """Return sizes for slots of about one token each, or None where they take those of all batches.
+def _of_one_tile(batch: BatchShape, layer: LayerShape, gpu: Gpu) -> TileConfig | None:
+    """Return the sizes for one tile of up to 16 ranks; None: more ranks, or short inputs."""
+    if padded_rank(layer.max_rank) > MIN_DOT or layer.in_features < SHORT_INPUT:
+        return None
+    block_k = 512 if layer.in_features >= LONG_INPUT else 256
+    split_k = parts(layer.in_features, block_k, 28)
+    # two stages are enough: most programs have one or two steps
+    shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=4, num_stages=2)
+    if are_alone(batch, layer):
+        block_c, num_warps = (128, 4) if layer.num_slices == 1 else (256, 2)
+        expand = ExpandTiles(block_c, MIN_DOT, 1, num_warps, num_stages=0)
+    else:
+        expand = ExpandTiles(128, MIN_DOT, 2 if layer.out_features >= WIDE_OUTPUT else 1)
+    return TileConfig(fitting(shrink, MIN_DOT, 1, gpu), expand)
 
-    Of these shrinks only that of one tile, at ranks up to 16, takes a matrix product.
+
+def _of_lone_tokens_of_8_bits(rows: int, layer: LayerShape) -> TileConfig | None:
+    """Return sizes without a matrix product for tokens alone with their slot.
+
+    None: the sizes of other batches apply.
     """
     rank_pad = padded_rank(layer.max_rank)
     if rank_pad == MIN_DOT:
-        if rows == 1 and batch.tile_tokens == MIN_DOT:
-            block_c, num_warps = (128, 4) if layer.num_slices == 1 else (256, 2)
-            expand = ExpandTiles(block_c, MIN_DOT, 1, num_warps, num_stages=0)
-            return TileConfig(_shrink_tile_of_8_bits(layer, gpu), expand)
         many = rows >= MANY_ROWS
         # up to four chunks while 700 programs or more remain
-        chunks = chunks_of(min(4, rows * (layer.out_features // 256) // 700))
+        chunks = chunks_up_to(min(4, rows * (layer.out_features // 256) // 700))
         expand = ExpandTiles(256, MIN_DOT, chunks, 2 if many else 4, num_stages=0)
         return TileConfig(_shrink_rows(layer, 8 if many else 16), expand)
     if rank_pad > MAX_BLOCK_R or not has_whole_rows(layer.max_rank):
@@ -77,7 +89,7 @@ def _of_lone_tokens_of_8_bits(
         num_warps = 2 if layer.out_features >= WIDE_OUTPUT else 4
         planes, expand = 28, ExpandTiles(128, rank_pad, 1, num_warps, num_stages=0)
     elif rows >= MANY_ROWS:
-        # two to four steps per program; their loads are all in flight together
+        # about 2,048 inputs per program, whose loads are all in flight together
         planes = min(28, max(2, -(-layer.in_features // 2048)))
         expand = ExpandTiles(128, rank_pad, 4, num_warps=2, num_stages=0)
     else:
@@ -85,25 +97,16 @@ def _of_lone_tokens_of_8_bits(
     return TileConfig(_shrink_rows(layer, planes), expand)
 
 
-def _shrink_tile_of_8_bits(layer: LayerShape, gpu: Gpu) -> ShrinkTiles:
-    """Return the sizes for one tile of up to 16 ranks."""
-    block_k = 512 if layer.in_features >= LONG_INPUT else 256
-    split_k = parts(layer.in_features, block_k, 28)
-    # two stages are enough: most programs have one or two steps
-    shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=4, num_stages=2)
-    return fitting(shrink, MIN_DOT, 1, gpu)
-
-
 def _shrink_of_8_bits(
     tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> ShrinkTiles:
-    """Twice as many inputs a step keep as many bytes in flight; wide tiles have their own rule."""
+    """Double the inputs of a step, so that as many bytes are in flight; tiles of 64 have a rule."""
     shrink, prefill = tiles.shrink, batch.num_tokens >= PREFILL_TOKENS
     most = 128 if prefill and shrink.block_n >= 64 else 512
-    long = layer.in_features >= 2 * shrink.block_k * shrink.split_k
+    can_double = layer.in_features >= 2 * shrink.block_k * shrink.split_k
     if prefill and batch.tile_tokens >= 64 and shrink.warps_k == 1:
-        shrink = _long_shrink_of_8_bits(shrink, batch, layer, gpu)
-    elif long and shrink.block_k < most:
+        shrink = _prefill_shrink_of_8_bits(shrink, batch, layer, gpu)
+    elif can_double and shrink.block_k < most:
         block_k, stages = min(most, 2 * shrink.block_k), shrink.num_stages
         split_k = parts(layer.in_features, block_k, shrink.split_k)
         if shrink.warps_k > 1:
@@ -121,14 +124,14 @@ def _shrink_of_8_bits(
     return fitting(shrink, batch.tile_tokens, item_bytes, gpu)
 
 
-def _long_shrink_of_8_bits(
+def _prefill_shrink_of_8_bits(
     shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> ShrinkTiles:
-    """Return blocks of up to 64 rows of A, in enough programs to hide their widening."""
+    """Return blocks of up to 64 rows of A, and enough programs to hide their conversion."""
     block_n, narrow = min(64, shrink.block_n), padded_rank(layer.max_rank) == MIN_DOT
     blocks = -(-layer.stacked // block_n)
     block_k, stages = (128, 5) if narrow else (128, 3) if blocks <= 2 else (64, 5)
-    # that takes two programs per multiprocessor, or one at rank 16
+    # enough is two programs per multiprocessor, or one at rank 16
     programs = blocks * gpu.as_on_h200(batch.rows) * shrink.split_k
     split_k, wanted = shrink.split_k, 128 if narrow else 256
     # eight steps remain for each part
@@ -148,7 +151,8 @@ def _expand_of_8_bits(
     """Return sizes of the expand of 8 bits."""
     wide = layer.out_features >= WIDE_OUTPUT
     if batch.num_tokens >= PREFILL_TOKENS:
-        # 4 warps, to hide each other's widening; at rank 16 with TMA as many as 16 bits take
+        # 4 warps, so that more programs hide each other's conversions; at rank 16 with TMA as many
+        # as 16 bits take
         if expand.num_stages == 1 or expand.block_c == 64:
             return replace(expand, block_c=64, num_warps=4, num_stages=1)
         if expand.block_r > MIN_DOT:
@@ -174,7 +178,8 @@ def _shrink_rows(layer: LayerShape, planes: int) -> ShrinkTiles:
     """Read wide blocks of A straight to registers; split the inputs until programs are many."""
     split_k = parts(layer.in_features, _ROW_INPUTS, planes)
     if layer.in_features > 4 * _ROW_INPUTS * split_k:
-        # shorter steps make more equal parts: 5,120 inputs are one part of five steps, or two
+        # shorter steps divide more evenly: 5,120 inputs are one part of five steps of 1,024, or two
+        # parts of five steps of 512
         split_k = parts(layer.in_features, 512, planes)
         return ShrinkTiles(MIN_DOT, 512, split_k, warps_k=0, num_warps=8, num_stages=1)
     return ShrinkTiles(MIN_DOT, _ROW_INPUTS, split_k, warps_k=0, num_stages=1)

@@ -7,7 +7,7 @@ from lora_backends.sgmv.tiles.bounds import (
     MANY_ROWS,
     SHARED_BYTES,
     WIDE_OUTPUT,
-    chunks_of,
+    chunks_up_to,
     planes_of,
 )
 from lora_backends.sgmv.tiles.gpu import H200
@@ -31,7 +31,7 @@ def shrink_in_one_wave(rows: int, layer: LayerShape, most_n: int) -> ShrinkTiles
     wide, narrow = layer.out_features >= WIDE_OUTPUT, padded_rank(layer.max_rank) == MIN_DOT
     single, long = layer.num_slices == 1, layer.in_features >= LONG_INPUT
     block_n, least_n = min(most_n, power_of_two(layer.stacked)), MIN_DOT
-    # the expand reads every plane of h back, a wide one most often
+    # every program of the expand reads all planes of h; a wide layer has most programs
     if wide and rows <= 8:
         # narrower blocks would fill the GPU, but reading x again costs more
         planes, least_n = 4, min(64, block_n)
@@ -42,16 +42,16 @@ def shrink_in_one_wave(rows: int, layer: LayerShape, most_n: int) -> ShrinkTiles
     else:
         planes = 4
     programs = H200.multiprocessors // rows  # of a row of the grid
-    one_block = single and narrow
-    if one_block and rows <= H200.multiprocessors:
-        programs = max(2, programs)  # two small programs hide each other's loads
+    narrow_slice = single and narrow
+    if narrow_slice and rows <= H200.multiprocessors:
+        programs = max(2, programs)  # two on a multiprocessor hide each other's loads
     split_k = planes_of(layer.in_features, min(planes, programs // -(-layer.stacked // block_n)))
     while block_n > least_n and -(-layer.stacked // (block_n // 2)) * split_k <= programs:
         block_n //= 2
     block_k = 64 if block_n > 64 else 128
-    if rows < 64 or one_block:
+    if rows < 64 or narrow_slice:
         stages = 5 if block_n == 128 else 4
-    else:  # parts of many steps: all of the shared memory
+    else:  # parts have many steps: take all of the shared memory
         stages = 5 if block_n == 256 else 6
     steps = -(-layer.in_features // (block_k * split_k))
     return ShrinkTiles(block_n, block_k, split_k, num_stages=max(2, min(stages, steps)))
@@ -59,7 +59,7 @@ def shrink_in_one_wave(rows: int, layer: LayerShape, most_n: int) -> ShrinkTiles
 
 def shrink_many_adapters(rows: int, layer: LayerShape) -> ShrinkTiles:
     """Keep hundreds of programs in flight: reading every row of A once dominates."""
-    block_n, narrow = min(64, power_of_two(layer.stacked)), padded_rank(layer.max_rank) == 16
+    block_n, narrow = min(64, power_of_two(layer.stacked)), padded_rank(layer.max_rank) == MIN_DOT
     single, wide = layer.num_slices == 1, layer.out_features >= WIDE_OUTPUT
     planes = 4 if narrow and (single or wide) else 2
     programs = 512 if narrow and single else 256
@@ -71,7 +71,7 @@ def shrink_many_adapters(rows: int, layer: LayerShape) -> ShrinkTiles:
 
 
 def shrink_prefill(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
-    """Return the sizes for tiles of more than 16 tokens, with more programs than one wave."""
+    """Return the sizes for tiles of 32 tokens, and for wider ones of blends and of float32."""
     stacked = power_of_two(layer.stacked)
     wide, narrow = layer.out_features >= WIDE_OUTPUT, padded_rank(layer.max_rank) == MIN_DOT
     single, long = layer.num_slices == 1, layer.in_features >= LONG_INPUT
@@ -98,23 +98,25 @@ def expand_prefill(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) -
     rank_pad, wide = padded_rank(layer.max_rank), layer.out_features >= WIDE_OUTPUT
     block_r, narrow, tile = min(rank_pad, MAX_BLOCK_R), rank_pad == MIN_DOT, batch.tile_tokens
     single, kibi = layer.num_slices == 1, rows * layer.out_features // 1024
-    wave = H200.multiprocessors  # programs of 1,024 columns would be `kibi`
+    wave = H200.multiprocessors  # `kibi`: programs of the expand if each had 1,024 columns
     if tma and block_r == rank_pad:
         if kibi >= 2 * wave and (tile == 64 or (wide and tile == 32)):
-            # A multiprocessor runs two programs. Those of 2,048 columns are one wave where they are
-            # not more, and not many fewer.
+            # A multiprocessor runs two programs at once. Programs of 2,048 columns run in one wave
+            # if they are no more than that; if far fewer, too much of the GPU is idle.
             whole = single and layer.out_features % 2048 == 0
-            one_wave = whole and not (narrow or wide) and 3 * wave <= kibi <= 4 * wave
-            return ExpandTiles(128, block_r, 16 if one_wave else 8, 8, 4 if narrow else 3)
+            fill = whole and not (narrow or wide) and 3 * wave <= kibi <= 4 * wave
+            return ExpandTiles(128, block_r, 16 if fill else 8, 8, 4 if narrow else 3)
         if tile == 64 and 64 <= kibi <= 100:
-            # programs of 512 columns are one wave, or else smaller ones are several
+            # programs of 512 columns if they run in one wave, else of 256
             return ExpandTiles(128 if 2 * kibi <= wave else 64, block_r, 4, num_stages=3)
         if tile == 64 and kibi > 100 and not narrow:
+            # programs of 1,024 columns if there are 1.5 per multiprocessor or more, else of 512
             return ExpandTiles(128 if 2 * kibi >= 3 * wave else 64, block_r, 8, num_stages=3)
-    # 4,096 columns and 8 tiles: blocks of 128 columns are faster with up to 8 planes of h
-    eight_tiles = single and narrow and tile == 64 and 32 <= kibi < 64
-    block_c = 128 if rows >= 64 or wide or (eight_tiles and layer.in_features < LONG_INPUT) else 64
+    # 512 to 1,023 tokens of one slice of 4,096 columns: blocks of 128 columns are faster while h
+    # has at most 8 planes
+    few_columns = single and narrow and tile == 64 and 32 <= kibi < 64
+    block_c = 128 if rows >= 64 or wide or (few_columns and layer.in_features < LONG_INPUT) else 64
     least = 256 if tile == 16 else 128  # programs
-    chunks = chunks_of(rows * (layer.out_features // block_c) // least)
+    chunks = chunks_up_to(rows * (layer.out_features // block_c) // least)
     num_warps = 8 if narrow and tile == 64 and block_c * chunks == 512 else 4
     return ExpandTiles(block_c, block_r, chunks if block_r == rank_pad else 1, num_warps)

@@ -51,7 +51,7 @@ def tile_tokens(num_tokens: int, active_slots: int) -> int:
     # often
     average = num_tokens // max(1, active_slots)
     if num_tokens < PREFILL_TOKENS:
-        return 32 if average >= 32 and num_tokens > MANY_ROWS else 16
+        return 32 if average >= 32 and num_tokens > 32 else 16
     return 64 if average >= 64 else 32 if average >= 32 else 16
 
 
@@ -61,15 +61,17 @@ def choose_tiles(
 ) -> TileConfig:
     """Return the sizes for one layer and batch on a GPU.
 
-    Without `one_wave` the shrink of long batches has more programs, as blends were measured.
+    Without `one_wave`, tiles of 64 tokens take the sizes of `shrink_prefill`, with which blends
+    were measured.
     """
     if layer.item_bytes == 1:
-        wide = replace(layer, item_bytes=2)
-        return of_8_bits(choose_tiles(batch, wide, gpu, one_wave), batch, wide, gpu)
+        of_16_bits = replace(layer, item_bytes=2)
+        chosen = choose_tiles(batch, of_16_bits, gpu, one_wave)
+        return of_8_bits(chosen, batch, of_16_bits, gpu)
     rows, tma = gpu.as_on_h200(batch.rows), gpu.shared_bytes >= TMA_BYTES
     prefill = batch.num_tokens >= PREFILL_TOKENS
     if one_wave and prefill and batch.tile_tokens == 64 and layer.item_bytes == 2:
-        # sums of 256 columns were tried only where there is room for TMA, on Hopper
+        # blocks of 256 rows of A were tried only on Hopper, which has room for TMA
         shrink = shrink_in_one_wave(rows, layer, 256 if tma else 128)
     else:
         shrink = _bounded(_shrink(rows, batch, layer), batch, layer)

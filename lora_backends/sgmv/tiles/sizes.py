@@ -190,14 +190,21 @@ def shrink_bytes(
 def fitting(
     shrink: ShrinkTiles, tile_tokens: int, item_bytes: int, gpu: Gpu, scaled: bool = False
 ) -> ShrinkTiles:
-    """Return sizes that fit on a GPU: fewer loads in flight, then shorter steps."""
+    """Return sizes that fit on a GPU.
+
+    They have fewer loads in flight, then shorter steps, fewer groups of warps, and narrower blocks.
+    """
     while shrink_bytes(shrink, tile_tokens, item_bytes, scaled) > gpu.shared_bytes:
         if shrink.num_stages > 2:
             shrink = replace(shrink, num_stages=shrink.num_stages - 1)
         elif shrink.block_k > MIN_DOT * shrink.warps_k:
             shrink = replace(shrink, block_k=shrink.block_k // 2)
-        else:
+        elif shrink.warps_k > 1:
             shrink = replace(shrink, warps_k=shrink.warps_k // 2)
+        elif shrink.block_n > MIN_DOT:
+            shrink = replace(shrink, block_n=shrink.block_n // 2)
+        else:
+            break
     return shrink
 
 

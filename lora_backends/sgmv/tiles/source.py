@@ -202,8 +202,8 @@ def _from_tables(given: Mapping[Path, TileTable], device: torch.device, gpu: Gpu
         if chosen is not None:
             return chosen
         if layer.item_bytes == 1:
-            wide = replace(layer, item_bytes=2)
-            return of_8_bits(choose_tiles(batch, wide), batch, wide, gpu)
+            of_16_bits = replace(layer, item_bytes=2)
+            return of_8_bits(choose_tiles(batch, of_16_bits), batch, of_16_bits, gpu)
         return rules.choose_tiles(batch, layer, gpu)
 
     return TileSource(

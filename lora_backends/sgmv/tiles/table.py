@@ -41,8 +41,10 @@ class Entry:
     active_slots: int  # slots that have tokens
     tile_tokens: int  # tokens per tile of the plan
     tiles: TileConfig
-    tuned_us: float  # microseconds of one run_linear with these tiles
-    rules_us: float  # with the tiles of the rules of that day, in the same run
+    # microseconds of one run_linear, in one run; some prefill entries of csgmv's table for the H200
+    # were timed with triton
+    tuned_us: float  # with these tiles
+    rules_us: float  # with the tiles of the rules of that day
 
     @property
     def key(self) -> Key:
