@@ -166,7 +166,9 @@ def compiled_by_a_process(targets, cache):
     imports = f"import triton; from helpers.compiling import {', '.join(names)}"
     code = f"{imports}; {REPLACED}; ahead_of_time.main({', '.join(names)})"
     tests = Path(__file__).parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # a default for fused multiply-adds would hide that a kernel does not ask for them
+    unset = "TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
     environment |= {
         "TRITON_CACHE_DIR": str(cache),
         "TRITON_DISABLE_LINE_INFO": "1",  # lines of the source in debug sections: the code stays
