@@ -161,7 +161,7 @@ def far_away(tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu) 
     four programs each. On an H200 they often beat what climbing had found.
     """
     blocks = -(-layer.stacked // MIN_DOT) * batch.rows
-    block_k = 512 if layer.item_bytes == 1 else 256  # of 8 bits as many bytes as of 16
+    block_k = 512 if layer.item_bytes == 1 else 256  # 512 bytes per row of A in 8 and 16 bits
     splits = [
         parts(layer.in_features, block_k, max(1, programs * gpu.multiprocessors // blocks))
         for programs in (1, 2, 4)

@@ -239,8 +239,8 @@ def choose_blend_tiles(
 
     As measured on an H200 in bfloat16: 1 to 4096 tokens, ranks 16 and 64, 2 and 4 of 8 adapters.
     """
-    # Not the tables, nor the newer shrinks of the rules: both were measured with one adapter per
-    # token. A shrink by pair has one adapter per pair, so it takes `options` below.
+    # Not the tables, nor shrinks in one wave: both were measured with one adapter per token. A
+    # shrink by pair has one adapter per pair, so it takes `options` below.
     rules = options._replace(source=rules_for(options.gpu, one_wave=False))
     rank_pad = padded_rank(layer.max_rank)
     block_r, rank = min(MAX_BLOCK_R, rank_pad), shape.entries * rank_pad

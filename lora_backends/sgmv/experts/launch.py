@@ -335,7 +335,7 @@ def kernels_of(
     expand, general = tiles.expand, site.interleaved
     general |= padded_rank(site.shape.max_rank) > expand.block_r
     if general or fresh or not tma:
-        # without TMA the loop over chunks is unrolled: the code stays short
+        # without TMA the loop over chunks is unrolled: more than 8 would make the code long
         expand = replace(expand, num_stages=1, chunks=min(8, expand.chunks))
     if general:
         expand = replace(expand, chunks=1)

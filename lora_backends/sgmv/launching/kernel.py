@@ -103,7 +103,7 @@ class SpecializedKernel:
         self._axis = 0 if constants["PROGRAMS"] else 1  # of the grid, along which rows lie
         if torch.version.hip is not None:
             num_stages = min(num_stages, STAGES_ON_ROCM)
-        # Triton 3.10 and later fuse multiply-adds only on request
+        # Triton 3.9 warns that its successor fuses multiply-adds only on request
         fused = {"enable_fp_fusion": True}
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages} | fused
         if programmatic:

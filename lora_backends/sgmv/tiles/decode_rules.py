@@ -61,7 +61,7 @@ def of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConfi
         tiles = replace(tiles, expand=expand)
     if rows > 1:
         return tiles
-    planes = 28 if long else 16
+    planes = 28 if long else 16  # two steps of 256 at 14,336 inputs, one at 4,096
     block_k = 512 if layer.in_features > 3 * 256 * planes else 256
     split_k = parts(layer.in_features, block_k, planes)
     shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=0, num_warps=8, num_stages=1)
@@ -105,8 +105,8 @@ def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> Shrink
     narrow, long = padded_rank(layer.max_rank) == MIN_DOT, layer.in_features >= LONG_INPUT
     block_n, blocks = MIN_DOT, -(-layer.stacked // MIN_DOT) * rows
     wide_tile, small = batch.tile_tokens > 16, layer.num_slices == 1 and not long
-    # 96 to 127 blocks in four parts are about three programs per multiprocessor; blocks of 32 rows
-    # halve that, and are faster
+    # 96 to 127 blocks in four parts are three or four programs per multiprocessor; blocks of 32
+    # rows halve that, and are faster
     halved = 96 <= blocks < 128 or blocks > _MOST_GROUPED or (wide_tile and not small)
     if halved and not narrow:
         block_n, blocks = 32, -(-layer.stacked // 32) * rows
@@ -132,7 +132,7 @@ def _is_tile_of_high_rank(batch: BatchShape, layer: LayerShape) -> bool:
 
 
 def _shrink_one_tile(layer: LayerShape) -> ShrinkTiles:
-    """Give a program 1,024 inputs: four steps, whose loads are all in flight.
+    """Give a program 1,024 inputs, more where blocks are many; four loads are in flight.
 
     More programs would shorten the shrink less than their planes of h lengthen the expand.
     """

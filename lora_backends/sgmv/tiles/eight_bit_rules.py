@@ -37,17 +37,18 @@ def of_8_bits(
 ) -> TileConfig:
     """Return sizes for a stack of 8 bits with a scale per row.
 
-    Tokens alone with their slot, and one tile of a low rank, have sizes of their own. Others follow
-    from the sizes for 16 bits.
+    `tiles` and `layer` are those of the same layer in 16 bits, or float32. Tokens alone with their
+    slot, and one tile of a low rank, may have sizes of their own. Others follow from `tiles`.
     """
     rows, shrink, expand = gpu.as_on_h200(batch.rows), tiles.shrink, tiles.expand
-    own = None
-    if layer.item_bytes == 2 and rows == 1 and batch.tile_tokens == MIN_DOT:
-        own = _of_one_tile(batch, layer, gpu)
-    if own is None and layer.item_bytes == 2 and are_alone(batch, layer):
-        own = _of_lone_tokens_of_8_bits(rows, layer)
-    if own is not None:
-        return own
+    if layer.item_bytes == 2 and layer.in_features >= SHORT_INPUT:
+        own = None
+        if rows == 1 and batch.tile_tokens == MIN_DOT >= padded_rank(layer.max_rank):
+            own = _of_one_tile(batch, layer, gpu)
+        elif are_alone(batch, layer):
+            own = _of_lone_tokens_of_8_bits(rows, layer)
+        if own is not None:
+            return own
     if shrink.warps_k:
         shrink = _shrink_of_8_bits(tiles, batch, layer, gpu)
     if expand.num_stages:
@@ -55,12 +56,10 @@ def of_8_bits(
     return TileConfig(shrink, expand)
 
 
-def _of_one_tile(batch: BatchShape, layer: LayerShape, gpu: Gpu) -> TileConfig | None:
-    """Return the sizes for one tile of up to 16 ranks; None: more ranks, or short inputs."""
-    if padded_rank(layer.max_rank) > MIN_DOT or layer.in_features < SHORT_INPUT:
-        return None
+def _of_one_tile(batch: BatchShape, layer: LayerShape, gpu: Gpu) -> TileConfig:
+    """Return the sizes for one tile of up to 16 ranks."""
     block_k = 512 if layer.in_features >= LONG_INPUT else 256
-    split_k = parts(layer.in_features, block_k, 28)
+    split_k = parts(layer.in_features, block_k, 28)  # at 14,336 inputs one step each
     # two stages are enough: most programs have one or two steps
     shrink = ShrinkTiles(MIN_DOT, block_k, split_k, warps_k=4, num_stages=2)
     if are_alone(batch, layer):
@@ -100,7 +99,7 @@ def _of_lone_tokens_of_8_bits(rows: int, layer: LayerShape) -> TileConfig | None
 def _shrink_of_8_bits(
     tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> ShrinkTiles:
-    """Double the inputs of a step, so that as many bytes are in flight; tiles of 64 have a rule."""
+    """Double the inputs of a step: as many bytes are in flight as in 16 bits."""
     shrink, prefill = tiles.shrink, batch.num_tokens >= PREFILL_TOKENS
     most = 128 if prefill and shrink.block_n >= 64 else 512
     can_double = layer.in_features >= 2 * shrink.block_k * shrink.split_k

@@ -26,7 +26,8 @@ from lora_backends.sgmv.tiles.sizes import (
 def shrink_in_one_wave(rows: int, layer: LayerShape, most_n: int) -> ShrinkTiles:
     """Return the sizes for tiles of 64 tokens in 16 bits: about one program per multiprocessor.
 
-    Blocks of A are as wide as that allows, up to `most_n` rows: x is read again for every block.
+    Every block of A reads x again. So inputs are split with blocks of up to `most_n` rows; then
+    blocks are halved while there is room for more programs.
     """
     wide, narrow = layer.out_features >= WIDE_OUTPUT, padded_rank(layer.max_rank) == MIN_DOT
     single, long = layer.num_slices == 1, layer.in_features >= LONG_INPUT
@@ -51,7 +52,7 @@ def shrink_in_one_wave(rows: int, layer: LayerShape, most_n: int) -> ShrinkTiles
     block_k = 64 if block_n > 64 else 128
     if rows < 64 or narrow_slice:
         stages = 5 if block_n == 128 else 4
-    else:  # parts have many steps: take all of the shared memory
+    else:  # parts have many steps: take most of the shared memory
         stages = 5 if block_n == 256 else 6
     steps = -(-layer.in_features // (block_k * split_k))
     return ShrinkTiles(block_n, block_k, split_k, num_stages=max(2, min(stages, steps)))
@@ -71,7 +72,7 @@ def shrink_many_adapters(rows: int, layer: LayerShape) -> ShrinkTiles:
 
 
 def shrink_prefill(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
-    """Return the sizes for tiles of 32 tokens, and for wider ones of blends and of float32."""
+    """Return the sizes for tiles of 32 and above 64 tokens, and of 64 in blends and float32."""
     stacked = power_of_two(layer.stacked)
     wide, narrow = layer.out_features >= WIDE_OUTPUT, padded_rank(layer.max_rank) == MIN_DOT
     single, long = layer.num_slices == 1, layer.in_features >= LONG_INPUT
@@ -85,7 +86,7 @@ def shrink_prefill(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTil
     if stacked >= 128:
         block_n, block_k = (128 if rows >= 64 and batch.tile_tokens == 64 else 64), 64
     programs = -(-layer.stacked // block_n) * rows * split_k
-    step = 4 * (block_n + batch.tile_tokens) * layer.item_bytes  # of four loads in flight
+    step = 4 * (block_n + batch.tile_tokens) * layer.item_bytes  # bytes of four loads, per input
     if programs <= H200.multiprocessors and 128 * step <= SHARED_BYTES:
         # a program has all of a multiprocessor's shared memory
         return ShrinkTiles(block_n, 128, split_k, num_stages=4)
@@ -101,13 +102,13 @@ def expand_prefill(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) -
     wave = H200.multiprocessors  # `kibi`: programs of the expand if each had 1,024 columns
     if tma and block_r == rank_pad:
         if kibi >= 2 * wave and (tile == 64 or (wide and tile == 32)):
-            # A multiprocessor runs two programs at once. Programs of 2,048 columns run in one wave
-            # if they are no more than that; if far fewer, too much of the GPU is idle.
+            # A multiprocessor runs two programs at once. Programs of 2,048 columns: at most two for
+            # each, so that none waits; at least 1.5, or too much of the GPU is idle.
             whole = single and layer.out_features % 2048 == 0
             fill = whole and not (narrow or wide) and 3 * wave <= kibi <= 4 * wave
             return ExpandTiles(128, block_r, 16 if fill else 8, 8, 4 if narrow else 3)
         if tile == 64 and 64 <= kibi <= 100:
-            # programs of 512 columns if they run in one wave, else of 256
+            # programs of 512 columns if there is at most one per multiprocessor, else of 256
             return ExpandTiles(128 if 2 * kibi <= wave else 64, block_r, 4, num_stages=3)
         if tile == 64 and kibi > 100 and not narrow:
             # programs of 1,024 columns if there are 1.5 per multiprocessor or more, else of 512

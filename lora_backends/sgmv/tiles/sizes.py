@@ -204,7 +204,7 @@ def fitting(
         elif shrink.block_n > MIN_DOT:
             shrink = replace(shrink, block_n=shrink.block_n // 2)
         else:
-            break
+            break  # the launch will name the bytes that it lacks
     return shrink
 
 

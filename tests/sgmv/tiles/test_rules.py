@@ -342,8 +342,8 @@ def test_parts_of_the_inputs_are_nearly_equal():
             assert part_waste(inputs, shrink.block_k, shrink.split_k) <= 9 / 8
 
 
-# by tokens of 8 slots: block_n, split_k and num_stages of the shrink, then block_c, chunks,
-# num_warps and num_stages of the expand
+# by (rank, slices, inputs, outputs), then by tokens of 8 slots: block_n, split_k and num_stages of
+# the shrink, then block_c, chunks, num_warps and num_stages of the expand
 PREFILL = {
     (16, 1, 4096, 4096): {
         512: ((16, 8, 4), (128, 2, 4, 1)),
