@@ -51,7 +51,7 @@ def load_b(tile, c, r, S: tl.constexpr):
     if not S.EVEN_C:
         mask = mask & (c < tile.end)[None, :]
     offsets = c.to(tl.int64)[None, :] * tile.b_stride + r[:, None]
-    if S.EVEN_R == 16 and r.shape[0] == 16 and c.shape[0] <= 128:
+    if S.EVEN_R == 16 and r.shape[0] == 16 and c.shape[0] <= 32 * S.WARPS:
         # Two threads a column: where each has one whole column, Triton lays the widened values out
         # by rank, and stores them one by one.
         offsets = tl.max_contiguous(offsets, (8, 1))

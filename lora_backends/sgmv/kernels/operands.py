@@ -203,6 +203,7 @@ class ExpandSizes(NamedTuple):
     BLOCK_R: int
     CHUNKS: int
     STAGES: int
+    WARPS: int  # of a program
     EVEN_C: bool
     EVEN_R: int  # ranks of a wide load of B
     EVEN_H: int  # ranks of a wide load of h

@@ -65,6 +65,7 @@ def expand_sizes(
         BLOCK_R=tiles.block_r,
         CHUNKS=tiles.chunks,
         STAGES=tiles.num_stages,
+        WARPS=tiles.num_warps,
         EVEN_C=columns.even,
         EVEN_R=even,
         EVEN_H=8 if padded_h else even,

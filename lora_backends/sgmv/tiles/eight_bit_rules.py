@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lora_backends.sgmv.tiles.bounds import (
+    FEW_ROWS,
     LONG_INPUT,
     MANY_ROWS,
     PREFILL_TOKENS,
@@ -30,6 +31,7 @@ from lora_backends.sgmv.tiles.sizes import (
 )
 
 _ROW_INPUTS = 1024  # per step of a shrink without a matrix product, in four warps
+_AT_ONCE = 4 * H200.multiprocessors  # programs of such steps that run at once
 
 
 def of_8_bits(
@@ -81,19 +83,27 @@ def _of_lone_tokens_of_8_bits(rows: int, layer: LayerShape) -> TileConfig | None
         # up to four chunks while 700 programs or more remain
         chunks = chunks_up_to(min(4, rows * (layer.out_features // 256) // 700))
         expand = ExpandTiles(256, MIN_DOT, chunks, 2 if many else 4, num_stages=0)
-        return TileConfig(_shrink_rows(layer, 8 if many else 16), expand)
+        shrink = _shrink_rows(layer, 8 if many else 16)
+        if -(-layer.stacked // MIN_DOT) * rows * shrink.split_k > _AT_ONCE:
+            # shorter steps take fewer registers, with which more programs run at once
+            shrink = replace(shrink, block_k=min(512, shrink.block_k))
+        return TileConfig(shrink, expand)
     if rank_pad > MAX_BLOCK_R or not has_whole_rows(layer.max_rank):
         return None
     if rows == 1:
         num_warps = 2 if layer.out_features >= WIDE_OUTPUT else 4
-        planes, expand = 28, ExpandTiles(128, rank_pad, 1, num_warps, num_stages=0)
-    elif rows >= MANY_ROWS:
-        # about 2,048 inputs per program, whose loads are all in flight together
-        planes = min(28, max(2, -(-layer.in_features // 2048)))
-        expand = ExpandTiles(128, rank_pad, 4, num_warps=2, num_stages=0)
-    else:
+        expand = ExpandTiles(128, rank_pad, 1, num_warps, num_stages=0)
+        return TileConfig(_shrink_rows(layer, 28), expand)
+    if rows < MANY_ROWS:
         return None
-    return TileConfig(_shrink_rows(layer, planes), expand)
+    expand = ExpandTiles(128, rank_pad, 4, num_warps=2, num_stages=0)
+    if layer.num_slices == 1 and layer.in_features < LONG_INPUT:
+        # about 2,048 inputs per program, whose loads are all in flight together
+        return TileConfig(_shrink_rows(layer, max(2, -(-layer.in_features // 2048))), expand)
+    # 512 programs or more, of up to 16 steps
+    planes = max(2, 512 // (-(-layer.stacked // 32) * rows), -(-layer.in_features // (16 * 256)))
+    split_k = parts(layer.in_features, 256, planes)
+    return TileConfig(ShrinkTiles(32, 256, split_k, warps_k=0, num_stages=1), expand)
 
 
 def _shrink_of_8_bits(
@@ -116,11 +126,36 @@ def _shrink_of_8_bits(
     if prefill and batch.tile_tokens < 64:
         shrink = replace(shrink, num_stages=min(shrink.num_stages, 3))
     elif not prefill and tiles.expand.block_r > MIN_DOT:
-        shrink = replace(shrink, block_n=min(shrink.block_n, 32))
+        shrink = _decode_shrink_of_8_bits(shrink, batch, layer, gpu)
     stage = shrink.block_k * (shrink.block_n + batch.tile_tokens * layer.item_bytes)
     stages = max(2, min(shrink.num_stages, SHARED_BYTES // stage))
     shrink, item_bytes = replace(shrink, num_stages=stages), 4 if layer.item_bytes == 4 else 1
     return fitting(shrink, batch.tile_tokens, item_bytes, gpu)
+
+
+def _decode_shrink_of_8_bits(
+    shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape, gpu: Gpu
+) -> ShrinkTiles:
+    """Return the shrink of a rank above 16 in a small batch."""
+    rows, single = gpu.as_on_h200(batch.rows), layer.num_slices == 1
+    grouped = shrink.warps_k > 1 and layer.item_bytes == 2
+    if rows == 1 and grouped and batch.tile_tokens == MIN_DOT:
+        if layer.in_features >= LONG_INPUT:
+            split_k = parts(layer.in_features, 256, 14)  # four steps each at 14,336 inputs
+            return ShrinkTiles(MIN_DOT, 256, split_k, warps_k=4, num_stages=4)
+        split_k = parts(layer.in_features, 512, 8)
+        return ShrinkTiles(MIN_DOT if single else 32, 512, split_k, warps_k=4, num_stages=4)
+    block_n, split_k = min(shrink.block_n, 32), shrink.split_k
+    if grouped and batch.tile_tokens == MIN_DOT and rows < MANY_ROWS:
+        block_n = MIN_DOT
+    elif grouped and batch.tile_tokens == 32:
+        block_n, split_k = MIN_DOT if single else 32, min(4, split_k)
+    few = -(-layer.stacked // block_n) * rows * split_k < 2 * H200.multiprocessors
+    if grouped and rows >= MANY_ROWS and few and layer.out_features < WIDE_OUTPUT:
+        split_k = 2 * split_k
+    return replace(
+        shrink, block_n=block_n, split_k=parts(layer.in_features, shrink.block_k, split_k)
+    )
 
 
 def _prefill_shrink_of_8_bits(
@@ -159,11 +194,12 @@ def _expand_of_8_bits(
         return replace(expand, num_stages=4) if wide and expand.block_c <= 128 else expand
     if expand.block_r > MIN_DOT:
         whole = expand.block_r == padded_rank(layer.max_rank)
-        if rows >= MANY_ROWS and batch.tile_tokens <= 32 and expand.block_c == 128 and whole:
-            return ExpandTiles(128, expand.block_r, 4)
-        if wide and expand.block_c == 64 and expand.chunks == 4:
-            return replace(expand, chunks=8, num_stages=1)
+        if layer.item_bytes == 2 and whole and batch.tile_tokens <= 32:
+            return _decode_expand_of_8_bits(expand, batch, layer, rows)
         return replace(expand, num_stages=1)
+    pairs = batch.num_tokens <= 2 * batch.active_slots and has_whole_rows(layer.max_rank)
+    if wide and pairs and batch.tile_tokens == MIN_DOT and FEW_ROWS <= rows < MANY_ROWS:
+        return ExpandTiles(256, MIN_DOT, 1, num_warps=2, num_stages=0)
     # a single row of the grid is faster with twice as many programs of 128
     block_c, chunks = max(expand.block_c, 128 if rows == 1 else 256), expand.chunks
     if block_c > expand.block_c and rows < MANY_ROWS:
@@ -171,6 +207,28 @@ def _expand_of_8_bits(
             return replace(expand, num_stages=1)
         chunks = max(1, chunks // 2)
     return replace(expand, block_c=block_c, chunks=chunks, num_stages=1)
+
+
+def _decode_expand_of_8_bits(
+    expand: ExpandTiles, batch: BatchShape, layer: LayerShape, rows: int
+) -> ExpandTiles:
+    """Return the expand of a rank above 16 that one block holds, in a small batch."""
+    wide, block_r = layer.out_features >= WIDE_OUTPUT, expand.block_r
+    if batch.tile_tokens == 32 and not wide:
+        return ExpandTiles(256, block_r, 1, num_warps=8)
+    if rows >= MANY_ROWS and expand.block_c == 128:
+        return (
+            ExpandTiles(128, block_r, 4)
+            if layer.out_features <= 4096
+            else ExpandTiles(64, block_r, 8)
+        )
+    if wide and expand.block_c == 64 and expand.chunks == 4:
+        return ExpandTiles(128, block_r, 4)
+    # more than two programs per multiprocessor: half as many, of two blocks each
+    programs = rows * -(-layer.out_features // expand.block_c)
+    if rows < MANY_ROWS and expand.chunks == 1 and programs > 2 * H200.multiprocessors:
+        return replace(expand, chunks=2, num_stages=1)
+    return replace(expand, num_stages=1)
 
 
 def _shrink_rows(layer: LayerShape, planes: int) -> ShrinkTiles:

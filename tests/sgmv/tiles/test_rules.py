@@ -301,29 +301,55 @@ def test_expands_of_rank_64_in_small_batches(tokens, active, slices, outputs, si
         assert found == (*sizes[:3], stages)
 
 
+LAYERS = {  # slices, inputs, outputs
+    "o": (1, 4096, 4096),
+    "qkv": (3, 4096, 6144),
+    "gate_up": (2, 4096, 28672),
+    "down": (1, 14336, 4096),
+}
+
+
 @pytest.mark.parametrize(
-    "tokens, active, rank, slices, shrink, expand",
+    "name, tokens, active, rank, shrink, expand",
     [
-        (1, 1, 16, 1, (256, 16, 4), (128, 1, 4, 0)),
-        (1, 1, 16, 3, (256, 16, 4), (256, 1, 2, 0)),
-        (1, 1, 64, 1, (1024, 4, 0), (128, 1, 4, 0)),
-        (1, 1, 64, 2, (1024, 4, 0), (128, 1, 2, 0)),
-        (16, 1, 16, 1, (256, 16, 4), (128, 1, 4, 1)),
-        (16, 1, 16, 2, (256, 16, 4), (128, 2, 4, 1)),
-        (64, 64, 16, 1, (1024, 4, 0), (256, 1, 2, 0)),
-        (64, 64, 64, 1, (1024, 2, 0), (128, 4, 2, 0)),
-        (64, 8, 64, 2, (512, 4, 4), (64, 8, 4, 1)),
-        (64, 64, 24, 1, (512, 4, 4), (128, 4, 4, 1)),  # no whole rows of B
-        (64, 8, 16, 3, (512, 4, 4), (256, 1, 4, 1)),
-        (64, 8, 64, 1, (512, 4, 4), (128, 1, 4, 1)),
-        (256, 8, 16, 2, (512, 4, 4), (128, 4, 4, 1)),
+        ("o", 1, 1, 16, (16, 256, 16, 4), (128, 1, 4, 0)),
+        ("qkv", 1, 1, 16, (16, 256, 16, 4), (256, 1, 2, 0)),
+        ("o", 1, 1, 64, (16, 1024, 4, 0), (128, 1, 4, 0)),
+        ("gate_up", 1, 1, 64, (16, 1024, 4, 0), (128, 1, 2, 0)),
+        ("o", 16, 1, 16, (16, 256, 16, 4), (128, 1, 4, 1)),
+        ("gate_up", 16, 1, 16, (16, 256, 16, 4), (128, 2, 4, 1)),
+        ("o", 16, 1, 64, (16, 512, 8, 4), (128, 1, 4, 1)),
+        ("qkv", 16, 1, 64, (32, 512, 8, 4), (128, 1, 4, 1)),
+        ("down", 16, 1, 64, (16, 256, 14, 4), (128, 1, 4, 1)),
+        ("gate_up", 16, 8, 16, (16, 512, 8, 4), (256, 1, 2, 0)),
+        ("gate_up", 64, 8, 16, (16, 512, 8, 4), (256, 2, 4, 1)),
+        ("qkv", 64, 8, 16, (16, 512, 4, 4), (256, 1, 4, 1)),
+        ("o", 64, 8, 64, (16, 512, 4, 4), (128, 1, 4, 1)),
+        ("qkv", 64, 8, 64, (16, 512, 4, 4), (128, 2, 4, 1)),
+        ("gate_up", 64, 8, 64, (16, 512, 4, 4), (128, 4, 4, 1)),
+        ("o", 64, 64, 16, (16, 1024, 4, 0), (256, 1, 2, 0)),
+        ("qkv", 64, 64, 16, (16, 512, 4, 0), (256, 2, 2, 0)),
+        ("o", 64, 64, 64, (16, 1024, 2, 0), (128, 4, 2, 0)),
+        ("qkv", 64, 64, 64, (32, 256, 2, 0), (128, 4, 2, 0)),
+        ("down", 64, 64, 64, (32, 256, 4, 0), (128, 4, 2, 0)),
+        ("o", 64, 64, 24, (16, 512, 4, 4), (128, 4, 4, 1)),  # no whole rows of B
+        ("gate_up", 256, 8, 16, (16, 512, 4, 4), (128, 4, 4, 1)),
+        ("o", 256, 8, 64, (16, 512, 4, 4), (256, 1, 8, 1)),
+        ("qkv", 256, 8, 64, (32, 512, 4, 4), (256, 1, 8, 1)),
+        ("down", 256, 8, 64, (16, 512, 4, 4), (256, 1, 8, 1)),
+        ("gate_up", 256, 8, 64, (32, 512, 4, 4), (64, 8, 4, 1)),
+        ("o", 256, 64, 64, (16, 512, 2, 4), (128, 4, 4, 1)),
+        ("qkv", 256, 64, 64, (32, 512, 1, 4), (64, 8, 4, 1)),
+        ("down", 256, 64, 64, (16, 512, 2, 4), (128, 4, 4, 1)),
+        ("gate_up", 256, 64, 64, (16, 512, 1, 4), (64, 8, 4, 1)),
     ],
 )
-def test_sizes_of_8_bits_in_small_batches(tokens, active, rank, slices, shrink, expand):
+def test_sizes_of_8_bits_in_small_batches(name, tokens, active, rank, shrink, expand):
+    slices, inputs, outputs = LAYERS[name]
     batch = BatchShape(tokens, active, tile_tokens(tokens, active))
-    outputs = 28672 if slices == 2 else 4096
-    tiles = choose_tiles(batch, LayerShape(slices, rank, 4096, outputs, 1))
-    assert (tiles.shrink.block_k, tiles.shrink.split_k, tiles.shrink.warps_k) == shrink
+    tiles = choose_tiles(batch, LayerShape(slices, rank, inputs, outputs, 1))
+    found = tiles.shrink
+    assert (found.block_n, found.block_k, found.split_k, found.warps_k) == shrink
     found = tiles.expand
     assert (found.block_c, found.chunks, found.num_warps, found.num_stages) == expand
 

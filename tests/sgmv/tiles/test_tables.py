@@ -201,7 +201,8 @@ def test_a_card_without_a_table_takes_that_of_a_like_card(
         if count == 132:
             assert split_k == entry.tiles.shrink.split_k
         assert 1 <= entry.tiles.shrink.split_k / split_k <= 1.5
-    assert different > len(entries) / 2
+    # others are the rules' own, within 1% of the fastest that was timed
+    assert different > len(entries) / 4
 
 
 @pytest.mark.parametrize(
