@@ -113,6 +113,8 @@ def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> Shrink
     if blocks <= H200.multiprocessors:
         wanted = (256 if long else 128) * MIN_DOT // batch.tile_tokens
         most = 8 if wide_tile and small else 16
+        if not narrow:  # every program of the expand reads as many values of h per token
+            most = max(4, (512 if long else 256) // padded_rank(layer.max_rank))
         planes = min(most, max(4, wanted // blocks))
     else:
         planes = 2 if narrow and blocks <= 3 * H200.multiprocessors else 1
@@ -151,7 +153,8 @@ def expand_decode(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) ->
         if rows < 16 and not wide_tile:
             return ExpandTiles(64, block_r, 4)
         return ExpandTiles(64, block_r, 8, num_stages=3 if tma else 1)
-    if narrow and rows * layer.out_features >= 200_000:  # elements of y, about
+    elements = rows * batch.tile_tokens // MIN_DOT * layer.out_features  # of y, in units of 16
+    if narrow and elements >= 200_000:
         block_c, chunks = 128, 4
     elif wide_tile and layer.num_slices > 1 and not wide and rows >= FEW_ROWS:
         block_c, chunks = 64, 2 if narrow else 4
