@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from lora_backends.sgmv.tiles.sizes import parts
+from lora_backends.sgmv.tiles.sizes import BatchShape, parts
 
-PREFILL_TOKENS = 512
+PREFILL_TOKENS = {16: 512, 32: 2048, 64: 300}  # by tokens per tile: the fewest of a prefill
+MOST_LONE = 512  # tokens of a batch whose slots count as having one token each
 FEW_ROWS = 8  # of the grid: fewer leave most of an H200 idle
 MANY_ROWS = 32  # of the grid: about a quarter of an H200's multiprocessors
 SHORT_INPUT = 2048  # in_features below which most small batches sum in one order
@@ -12,6 +13,11 @@ LONG_INPUT = 8192  # in_features from which more parts are faster
 WIDE_OUTPUT = 16384  # out_features from which reading another plane of h costs too much
 SHARED_BYTES = 128 * 1024  # shared memory for the loads in flight
 _MOST_PLANES = 32  # of h: the expand reads them all back
+
+
+def is_prefill(batch: BatchShape) -> bool:
+    """Return whether a batch takes the sizes of a prefill."""
+    return batch.num_tokens >= PREFILL_TOKENS[max(16, min(64, batch.tile_tokens))]
 
 
 def chunks_up_to(most: int) -> int:

@@ -1,4 +1,4 @@
-"""The rules for tile sizes of small batches: fewer than PREFILL_TOKENS tokens."""
+"""The rules for tile sizes of small batches, those that are no prefill."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lora_backends.sgmv.tiles.bounds import (
     FEW_ROWS,
     LONG_INPUT,
     MANY_ROWS,
-    PREFILL_TOKENS,
+    MOST_LONE,
     SHORT_INPUT,
     WIDE_OUTPUT,
     planes_of,
@@ -35,7 +35,7 @@ _TILE_INPUTS = 1024  # of a program of the shrink, for one tile of a high rank
 
 def are_alone(batch: BatchShape, layer: LayerShape) -> bool:
     """Return whether slots have about one token each, in a layer that is not short of inputs."""
-    alone = batch.num_tokens < min(PREFILL_TOKENS, 2 * max(1, batch.active_slots))
+    alone = batch.num_tokens < min(MOST_LONE, 2 * max(1, batch.active_slots))
     # A captured graph keeps its sizes while the batch changes. Below SHORT_INPUT inputs most small
     # batches sum in one order, so that a replay gives the bits of an eager call; kernels without a
     # matrix product would sum in another.

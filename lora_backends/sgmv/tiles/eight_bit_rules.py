@@ -8,11 +8,11 @@ from lora_backends.sgmv.tiles.bounds import (
     FEW_ROWS,
     LONG_INPUT,
     MANY_ROWS,
-    PREFILL_TOKENS,
     SHARED_BYTES,
     SHORT_INPUT,
     WIDE_OUTPUT,
     chunks_up_to,
+    is_prefill,
 )
 from lora_backends.sgmv.tiles.decode_rules import are_alone
 from lora_backends.sgmv.tiles.gpu import H200, Gpu
@@ -110,7 +110,7 @@ def _shrink_of_8_bits(
     tiles: TileConfig, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> ShrinkTiles:
     """Double the inputs of a step: as many bytes are in flight as in 16 bits."""
-    shrink, prefill = tiles.shrink, batch.num_tokens >= PREFILL_TOKENS
+    shrink, prefill = tiles.shrink, is_prefill(batch)
     most = 128 if prefill and shrink.block_n >= 64 else 512
     can_double = layer.in_features >= 2 * shrink.block_k * shrink.split_k
     if prefill and batch.tile_tokens >= 64 and shrink.warps_k == 1:
@@ -184,7 +184,7 @@ def _expand_of_8_bits(
 ) -> ExpandTiles:
     """Return sizes of the expand of 8 bits."""
     wide = layer.out_features >= WIDE_OUTPUT
-    if batch.num_tokens >= PREFILL_TOKENS:
+    if is_prefill(batch):
         # 4 warps, so that more programs hide each other's conversions; at rank 16 with TMA as many
         # as 16 bits take
         if expand.num_stages == 1 or expand.block_c == 64:
@@ -214,7 +214,7 @@ def _decode_expand_of_8_bits(
 ) -> ExpandTiles:
     """Return the expand of a rank above 16 that one block holds, in a small batch."""
     wide, block_r = layer.out_features >= WIDE_OUTPUT, expand.block_r
-    if batch.tile_tokens == 32 and not wide:
+    if batch.tile_tokens == 32 and not wide and rows < MANY_ROWS:
         return ExpandTiles(256, block_r, 1, num_warps=8)
     if rows >= MANY_ROWS and expand.block_c == 128:
         return (

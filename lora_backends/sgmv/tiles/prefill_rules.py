@@ -1,4 +1,4 @@
-"""The rules for tile sizes of batches of PREFILL_TOKENS tokens or more."""
+"""The rules for tile sizes of a prefill: a batch of many tokens, see `bounds.is_prefill`."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from lora_backends.sgmv.tiles.bounds import (
     PREFILL_TOKENS,
     SHARED_BYTES,
     WIDE_OUTPUT,
+    is_prefill,
 )
 from lora_backends.sgmv.tiles.decode_rules import (
     are_alone,
@@ -47,12 +48,14 @@ _PREFETCH_ROWS = 96  # of the grid, see `prefetched_lines`
 
 def tile_tokens(num_tokens: int, active_slots: int) -> int:
     """Return the tokens per tile for a batch: 16, 32 or 64."""
-    # tiles of 16 waste the fewest places on slots with few tokens; wider tiles read A and B less
-    # often
-    average = num_tokens // max(1, active_slots)
-    if num_tokens < PREFILL_TOKENS:
-        return 32 if average >= 32 and num_tokens > 32 else 16
-    return 64 if average >= 64 else 32 if average >= 32 else 16
+    # Wider tiles read A and B less often. Narrower ones leave fewer places empty, and there are
+    # more of them to fill a GPU.
+    slots = max(1, active_slots)
+    average = num_tokens // slots
+    if num_tokens >= PREFILL_TOKENS[64]:
+        return 64 if average > 32 else 32 if average > 16 else 16
+    of_16, of_32 = (slots * -(-average // tile) for tile in (16, 32))  # rows of the grid
+    return 32 if of_16 >= 12 and of_32 <= 0.6 * of_16 else 16
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +72,7 @@ def choose_tiles(
         chosen = choose_tiles(batch, of_16_bits, gpu, one_wave)
         return of_8_bits(chosen, batch, of_16_bits, gpu)
     rows, tma = gpu.as_on_h200(batch.rows), gpu.shared_bytes >= TMA_BYTES
-    prefill = batch.num_tokens >= PREFILL_TOKENS
+    prefill = is_prefill(batch)
     if one_wave and prefill and batch.tile_tokens == 64 and layer.item_bytes == 2:
         # blocks of 256 rows of A were tried only on Hopper, which has room for TMA
         shrink = shrink_in_one_wave(rows, layer, 256 if tma else 128)
@@ -110,7 +113,7 @@ def of_scaled_blocks(
 
 
 def _shrink(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
-    if batch.num_tokens < PREFILL_TOKENS:
+    if not is_prefill(batch):
         return shrink_decode(rows, batch, layer)
     if batch.tile_tokens == 16:
         return shrink_many_adapters(rows, layer)
@@ -119,7 +122,7 @@ def _shrink(rows: int, batch: BatchShape, layer: LayerShape) -> ShrinkTiles:
 
 def _expand(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) -> ExpandTiles:
     rank_pad = padded_rank(layer.max_rank)
-    block_r, prefill = min(rank_pad, MAX_BLOCK_R), batch.num_tokens >= PREFILL_TOKENS
+    block_r, prefill = min(rank_pad, MAX_BLOCK_R), is_prefill(batch)
     if layer.item_bytes == 4:  # float32 products take more registers and shared memory
         return ExpandTiles(64, min(block_r, 32))
     if batch.tile_tokens > 64:

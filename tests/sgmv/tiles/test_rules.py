@@ -233,7 +233,8 @@ def test_low_ranks_and_float32_take_more_parts_of_the_inputs():
         (64, 64, 64, 3, (32, 256, 1, 4)),  # more than 600 blocks: x is read less often
         (256, 8, 64, 3, (32, 256, 4, 4)),
         (256, 8, 64, 1, (16, 256, 4, 4)),
-        (64, 1, 16, 1, (16, 256, 7, 4)),
+        (64, 1, 16, 1, (16, 256, 11, 4)),
+        (32, 1, 64, 1, (16, 256, 4, 4)),  # planes of a high rank are few, as its rows of h are long
         (256, 8, 16, 1, (16, 256, 7, 4)),
         (8, 1, 16, 1, (16, 128, 10, 1)),  # one tile
     ],
@@ -299,6 +300,39 @@ def test_expands_of_rank_64_in_small_batches(tokens, active, slices, outputs, si
         expand = choose_tiles(batch, layer, on).expand
         found = expand.block_c, expand.chunks, expand.num_warps, expand.num_stages
         assert found == (*sizes[:3], stages)
+
+
+@pytest.mark.parametrize(
+    "tokens, active, tile",
+    [
+        (0, 0, 16),
+        (32, 1, 16),
+        (128, 1, 16),  # eight tiles of 16 rather than four of 32
+        (192, 1, 32),
+        (128, 4, 16),
+        (160, 8, 32),  # one tile of 32 rather than two of 16 for each slot
+        (192, 12, 16),
+        (200, 5, 16),  # tiles of 32 would leave a third of their places empty
+        (300, 8, 64),  # from 300 tokens on
+        (320, 10, 32),
+        (1024, 28, 64),
+        (2048, 100, 32),
+        (1024, 64, 16),
+    ],
+)
+def test_tokens_per_tile(tokens, active, tile):
+    assert tile_tokens(tokens, active) == tile
+
+
+def test_middling_batches_take_the_sizes_of_small_ones_in_small_tiles():
+    """With 17 to 32 tokens per slot those of a prefill took up to 1.4 times as long."""
+    layer = LayerShape(3, 64, 4096, 6144, 2)
+    small = choose_tiles(BatchShape(1024, 40, 32), layer)
+    assert small.shrink.warps_k == 4 and small.expand.num_stages == 1
+    assert choose_tiles(BatchShape(2048, 80, 32), layer).shrink.warps_k == 1
+    assert choose_tiles(BatchShape(300, 8, 64), layer) == choose_tiles(
+        BatchShape(512, 8, 64), layer
+    )
 
 
 LAYERS = {  # slices, inputs, outputs

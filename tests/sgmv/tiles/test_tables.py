@@ -94,14 +94,14 @@ def test_a_table_is_read_as_it_was_written(write):
 
 @pytest.mark.parametrize(
     "tokens, active, expected",
-    [(64, 8, TILES), (32, 4, TILES), (100, 9, TILES), (129, 8, OTHER), (511, 16, OTHER)],
+    [(64, 8, TILES), (46, 6, TILES), (90, 9, TILES), (182, 8, OTHER), (299, 11, OTHER)],
 )
 def test_the_nearest_measured_batch_of_a_layer_is_taken(write, tokens, active, expected):
     assert _tiles(_source(write(_table())), tokens, active) == expected
 
 
 @pytest.mark.parametrize(
-    "tokens, active", [(64, 64), (31, 8), (2048, 8), (1, 1), (0, 0), (512, 16)]
+    "tokens, active", [(64, 64), (45, 8), (128, 8), (2048, 8), (1, 1), (0, 0), (300, 8)]
 )
 def test_a_batch_far_from_all_measured_ones_follows_the_rules(write, tokens, active):
     assert _tiles(_source(write(_table())), tokens, active) == _rules(tokens, active)
@@ -112,11 +112,11 @@ def test_a_batch_far_from_all_measured_ones_follows_the_rules(write, tokens, act
     [
         ((1, 1), (2, 1), False),  # the entry's token is alone
         ((64, 64), (128, 64), False),
-        ((64, 64), (100, 64), True),
+        ((64, 64), (90, 64), True),
         ((2048, 8), (2300, 8), True),
-        ((2048, 8), (2560, 8), False),  # from 512 tokens on
-        ((512, 8), (511, 8), False),
-        ((256, 8), (511, 8), True),
+        ((2048, 8), (2560, 8), False),  # from 300 tokens on
+        ((300, 8), (299, 8), False),
+        ((256, 8), (299, 8), True),
     ],
 )
 def test_a_measured_batch_stands_for_those_of_its_kind(write, measured, batch, stands):
