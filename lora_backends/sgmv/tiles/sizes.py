@@ -32,8 +32,9 @@ class BatchShape:
 
     @property
     def rows(self) -> int:
-        """Rows of the grid, approximately."""
-        return max(self.active_slots, self.num_tokens // self.tile_tokens, 1)
+        """Rows of the grid, if slots have as many tokens each."""
+        slots = max(1, self.active_slots)
+        return slots * max(1, -(-self.num_tokens // (slots * self.tile_tokens)))
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def test_inputs_of_any_width_are_split_over_many_programs(inputs, tokens, active
         assert chosen * 2 >= min(16, even)
 
 
-@pytest.mark.parametrize("tokens", [2, 7, 16, 31])
+@pytest.mark.parametrize("tokens", [2, 7, 15, 16])
 def test_a_program_takes_1024_inputs_for_one_tile_of_a_high_rank(tokens):
     """An expand of few tokens waits for every plane of h."""
     batch = BatchShape(tokens, 1, 16)
@@ -300,6 +300,22 @@ def test_expands_of_rank_64_in_small_batches(tokens, active, slices, outputs, si
         expand = choose_tiles(batch, layer, on).expand
         found = expand.block_c, expand.chunks, expand.num_warps, expand.num_stages
         assert found == (*sizes[:3], stages)
+
+
+@pytest.mark.parametrize(
+    "tokens, active, tile, rows",
+    [
+        (0, 0, 16, 1),
+        (16, 1, 16, 1),
+        (17, 1, 16, 2),
+        (96, 5, 16, 10),
+        (4259, 2, 64, 68),
+        (64, 64, 16, 64),
+    ],
+)
+def test_rows_of_the_grid_are_counted_slot_by_slot(tokens, active, tile, rows):
+    """A shrink of one program per multiprocessor must not miss that by a row."""
+    assert BatchShape(tokens, active, tile).rows == rows
 
 
 @pytest.mark.parametrize(
