@@ -41,8 +41,7 @@ class Entry:
     active_slots: int  # slots that have tokens
     tile_tokens: int  # tokens per tile of the plan
     tiles: TileConfig
-    # microseconds of one `run_linear`, both from one search; some prefill entries of csgmv's table
-    # for the H200 were timed with triton
+    # microseconds of one `run_linear`, both from one search
     tuned_us: float  # with these tiles
     rules_us: float  # with the tiles of the rules of that day
 
