@@ -213,6 +213,10 @@ def test_a_wide_product_of_8_bits_is_right(device):
     plan, reference_plan = backend.prepare_batch(batch), reference_of.prepare_batch(batch)
     weights = quantize_weights(full, torch.int8)
     x = rows(tokens, inputs, device, torch.bfloat16)
+    kernel = launch.kernels_of(
+        weights, launch.stacks_of(weights), plan, tokens, x.dtype, backend._options
+    ).shrink
+    assert kernel.sizes.BLOCK_N == kernel.constants["ROW"].SEGMENT == 64
     wanted = reference_of.run_linear(x, weights, reference_plan)
     agree(backend.run_linear(x, weights, plan), wanted, torch.zeros_like(wanted), torch.bfloat16)
 

@@ -244,11 +244,13 @@ def choose_blend_tiles(
     rules = options._replace(source=rules_for(options.gpu, one_wave=False))
     rank_pad = padded_rank(layer.max_rank)
     block_r, rank = min(MAX_BLOCK_R, rank_pad), shape.entries * rank_pad
-    if shape.merged or storage.kind or rank > MAX_STACKED:
-        # from 2 tokens a tile on, the rules choose a matrix product
-        batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots))
+    by_product = shape.merged or storage.kind or rank > MAX_STACKED
+    if by_product:  # the rules choose a matrix product for more than 2 tokens a tile
+        batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots + 1))
     stacked = replace(layer, num_slices=layer.num_slices * shape.entries)
     expand = choose_sizes(batch, layer, storage, rules, "linear")[1]
+    if by_product:  # the other kernels take neither 8 bits nor unlike tokens, nor so many ranks
+        expand = replace(expand, num_stages=max(1, expand.num_stages))
     pairs = shape.pairs
     is_row = pairs is not None and expand.num_stages == 0 and batch.active_slots == 1
     if pairs is None:

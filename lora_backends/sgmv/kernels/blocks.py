@@ -52,8 +52,8 @@ def load_b(tile, c, r, S: tl.constexpr):
         mask = mask & (c < tile.end)[None, :]
     offsets = c.to(tl.int64)[None, :] * tile.b_stride + r[:, None]
     if S.EVEN_R == 16 and r.shape[0] == 16 and c.shape[0] <= 32 * S.WARPS:
-        # Two threads a column: where each has one whole column, Triton lays the widened values out
-        # by rank, and stores them one by one.
+        # Give each column two threads. With one thread per column, Triton lays the widened values
+        # out by rank and stores them one at a time.
         offsets = tl.max_contiguous(offsets, (8, 1))
     return tl.load(tile.b + offsets, mask=mask, other=0.0)  # [R, C]
 

@@ -1,4 +1,4 @@
-"""The rules for tile sizes of small batches, those that are no prefill."""
+"""The rules for tile sizes of batches that are not a prefill."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from lora_backends.sgmv.tiles.bounds import (
     FEW_ROWS,
+    LONE_TOKENS,
     LONG_INPUT,
     MANY_ROWS,
-    MOST_LONE,
     SHORT_INPUT,
     WIDE_OUTPUT,
     planes_of,
@@ -35,7 +35,7 @@ _TILE_INPUTS = 1024  # of a program of the shrink, for one tile of a high rank
 
 def are_alone(batch: BatchShape, layer: LayerShape) -> bool:
     """Return whether slots have about one token each, in a layer that is not short of inputs."""
-    alone = batch.num_tokens < min(MOST_LONE, 2 * max(1, batch.active_slots))
+    alone = batch.num_tokens < min(LONE_TOKENS, 2 * max(1, batch.active_slots))
     # A captured graph keeps its sizes while the batch changes. Below SHORT_INPUT inputs most small
     # batches sum in one order, so that a replay gives the bits of an eager call; kernels without a
     # matrix product would sum in another.
@@ -113,7 +113,7 @@ def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> Shrink
     if blocks <= H200.multiprocessors:
         wanted = (256 if long else 128) * MIN_DOT // batch.tile_tokens
         most = 8 if wide_tile and small else 16
-        if not narrow:  # every program of the expand reads as many values of h per token
+        if not narrow:  # an expand program reads planes * rank values of h per token
             most = max(4, (512 if long else 256) // padded_rank(layer.max_rank))
         planes = min(most, max(4, wanted // blocks))
     else:
@@ -153,7 +153,7 @@ def expand_decode(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) ->
         if rows < 16 and not wide_tile:
             return ExpandTiles(64, block_r, 4)
         return ExpandTiles(64, block_r, 8, num_stages=3 if tma else 1)
-    elements = rows * batch.tile_tokens // MIN_DOT * layer.out_features  # of y, in units of 16
+    elements = rows * batch.tile_tokens // MIN_DOT * layer.out_features  # of y, divided by 16
     if narrow and elements >= 200_000:
         block_c, chunks = 128, 4
     elif wide_tile and layer.num_slices > 1 and not wide and rows >= FEW_ROWS:

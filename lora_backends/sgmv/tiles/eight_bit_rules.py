@@ -31,7 +31,7 @@ from lora_backends.sgmv.tiles.sizes import (
 )
 
 _ROW_INPUTS = 1024  # per step of a shrink without a matrix product, in four warps
-_AT_ONCE = 4 * H200.multiprocessors  # programs of such steps that run at once
+_RESIDENT = 4 * H200.multiprocessors  # programs with such steps that run at the same time
 
 
 def of_8_bits(
@@ -84,8 +84,8 @@ def _of_lone_tokens_of_8_bits(rows: int, layer: LayerShape) -> TileConfig | None
         chunks = chunks_up_to(min(4, rows * (layer.out_features // 256) // 700))
         expand = ExpandTiles(256, MIN_DOT, chunks, 2 if many else 4, num_stages=0)
         shrink = _shrink_rows(layer, 8 if many else 16)
-        if -(-layer.stacked // MIN_DOT) * rows * shrink.split_k > _AT_ONCE:
-            # shorter steps take fewer registers, with which more programs run at once
+        if -(-layer.stacked // MIN_DOT) * rows * shrink.split_k > _RESIDENT:
+            # shorter steps use fewer registers, so more programs are resident
             shrink = replace(shrink, block_k=min(512, shrink.block_k))
         return TileConfig(shrink, expand)
     if rank_pad > MAX_BLOCK_R or not has_whole_rows(layer.max_rank):
@@ -100,7 +100,7 @@ def _of_lone_tokens_of_8_bits(rows: int, layer: LayerShape) -> TileConfig | None
     if layer.num_slices == 1 and layer.in_features < LONG_INPUT:
         # about 2,048 inputs per program, whose loads are all in flight together
         return TileConfig(_shrink_rows(layer, max(2, -(-layer.in_features // 2048))), expand)
-    # 512 programs or more, of up to 16 steps
+    # about 512 programs, each with at most 16 steps
     planes = max(2, 512 // (-(-layer.stacked // 32) * rows), -(-layer.in_features // (16 * 256)))
     split_k = parts(layer.in_features, 256, planes)
     return TileConfig(ShrinkTiles(32, 256, split_k, warps_k=0, num_stages=1), expand)
@@ -136,7 +136,7 @@ def _shrink_of_8_bits(
 def _decode_shrink_of_8_bits(
     shrink: ShrinkTiles, batch: BatchShape, layer: LayerShape, gpu: Gpu
 ) -> ShrinkTiles:
-    """Return the shrink of a rank above 16 in a small batch."""
+    """Return the shrink sizes for ranks above 16 in a batch that is not a prefill."""
     rows, single = gpu.as_on_h200(batch.rows), layer.num_slices == 1
     grouped = shrink.warps_k > 1 and layer.item_bytes == 2
     if rows == 1 and grouped and batch.tile_tokens == MIN_DOT:
@@ -197,8 +197,10 @@ def _expand_of_8_bits(
         if layer.item_bytes == 2 and whole and batch.tile_tokens <= 32:
             return _decode_expand_of_8_bits(expand, batch, layer, rows)
         return replace(expand, num_stages=1)
-    pairs = batch.num_tokens <= 2 * batch.active_slots and has_whole_rows(layer.max_rank)
-    if wide and pairs and batch.tile_tokens == MIN_DOT and FEW_ROWS <= rows < MANY_ROWS:
+    by_row = batch.num_tokens <= 2 * batch.active_slots and has_whole_rows(layer.max_rank)
+    # in short layers all small batches sum in one order, see `are_alone`
+    by_row = by_row and layer.item_bytes == 2 and layer.in_features >= SHORT_INPUT
+    if wide and by_row and batch.tile_tokens == MIN_DOT and FEW_ROWS <= rows < MANY_ROWS:
         return ExpandTiles(256, MIN_DOT, 1, num_warps=2, num_stages=0)
     # a single row of the grid is faster with twice as many programs of 128
     block_c, chunks = max(expand.block_c, 128 if rows == 1 else 256), expand.chunks
@@ -212,7 +214,7 @@ def _expand_of_8_bits(
 def _decode_expand_of_8_bits(
     expand: ExpandTiles, batch: BatchShape, layer: LayerShape, rows: int
 ) -> ExpandTiles:
-    """Return the expand of a rank above 16 that one block holds, in a small batch."""
+    """Return the expand sizes for ranks from 17 to 64, which fit in one block."""
     wide, block_r = layer.out_features >= WIDE_OUTPUT, expand.block_r
     if batch.tile_tokens == 32 and not wide and rows < MANY_ROWS:
         return ExpandTiles(256, block_r, 1, num_warps=8)
@@ -224,7 +226,7 @@ def _decode_expand_of_8_bits(
         )
     if wide and expand.block_c == 64 and expand.chunks == 4:
         return ExpandTiles(128, block_r, 4)
-    # more than two programs per multiprocessor: half as many, of two blocks each
+    # with more than two programs per multiprocessor, halve their number: each takes two blocks
     programs = rows * -(-layer.out_features // expand.block_c)
     if rows < MANY_ROWS and expand.chunks == 1 and programs > 2 * H200.multiprocessors:
         return replace(expand, chunks=2, num_stages=1)

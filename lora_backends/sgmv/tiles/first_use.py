@@ -26,12 +26,15 @@ from lora_backends.common.devices import is_capturing
 from lora_backends.common.durations import seconds_of
 from lora_backends.common.names import TUNE_VARIABLE
 from lora_backends.errors import InvalidInputError, UnsupportedInputError
+from lora_backends.sgmv.tiles.bounds import is_prefill
 from lora_backends.sgmv.tiles.gpu import gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS, BatchShape, LayerShape, TileConfig
 from lora_backends.sgmv.tiles.source import (
+    REACH,
     TileSource,
     fixed_source,
-    nearest,
+    kind_of,
+    standing_for,
     tile_source,
     user_folder,
 )
@@ -156,6 +159,8 @@ class _FirstUse:
             return known
         # 8-bit stacks take tables and rules: the lab has no such layers
         is_searched = batch.active_slots > 0 and batch.tile_tokens in TILE_TOKENS
+        # where a table has the rounded batch, but not this one, the rules are faster
+        is_searched = is_searched and self.tables.measured(rounded(batch), layer) is None
         if is_searched and layer.item_bytes > 1 and self._share() >= LEAST_SECONDS:
             self.entries |= self.read()  # another process may have found it
             known = self._known(batch, layer) or self._search(rounded(batch), layer)
@@ -167,7 +172,7 @@ class _FirstUse:
             return measured
         kind = layer, batch.tile_tokens
         alike = [each for each in self.entries.values() if (each.layer, each.tile_tokens) == kind]
-        near: Entry | None = nearest(alike, batch.num_tokens, batch.active_slots)
+        near: Entry | None = standing_for(alike, batch.num_tokens, batch.active_slots, REACH)
         return None if near is None else near.tiles
 
     def _share(self) -> float:
@@ -231,11 +236,20 @@ class _FirstUse:
 def rounded(batch: BatchShape) -> BatchShape:
     """Return a batch with sizes rounded to powers of two, so that processes measure the same ones.
 
+    A batch that would become one of another kind stays as it is.
+
     >>> rounded(BatchShape(num_tokens=100, active_slots=5, tile_tokens=16))
     BatchShape(num_tokens=128, active_slots=4, tile_tokens=16)
+    >>> rounded(BatchShape(num_tokens=300, active_slots=8, tile_tokens=64))
+    BatchShape(num_tokens=300, active_slots=8, tile_tokens=64)
     """
     tokens, active = (_nearest_power(n) for n in (batch.num_tokens, batch.active_slots))
-    return replace(batch, num_tokens=tokens, active_slots=min(active, tokens))
+    near = replace(batch, num_tokens=tokens, active_slots=min(active, tokens))
+    return near if _kind(near) == _kind(batch) else batch
+
+
+def _kind(batch: BatchShape) -> tuple[bool, tuple[bool, bool]]:
+    return is_prefill(batch), kind_of(batch.num_tokens, batch.active_slots)
 
 
 def _nearest_power(value: int) -> int:

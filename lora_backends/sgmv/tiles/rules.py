@@ -33,6 +33,7 @@ from lora_backends.sgmv.tiles.prefill_rules import (
 )
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
+    TILE_TOKENS,
     TMA_BYTES,
     BatchShape,
     ExpandTiles,
@@ -48,13 +49,15 @@ _PREFETCH_ROWS = 96  # of the grid, see `prefetched_lines`
 
 def tile_tokens(num_tokens: int, active_slots: int) -> int:
     """Return the tokens per tile for a batch: 16, 32 or 64."""
-    # Wider tiles read A and B less often. Narrower ones leave fewer places empty, and there are
-    # more of them to fill a GPU.
+    # Wider tiles read A and B less often. Narrower ones leave fewer places empty, and give more
+    # programs.
     slots = max(1, active_slots)
     average = num_tokens // slots
+    of_16, of_32, of_64 = (slots * -(-average // tile) for tile in TILE_TOKENS)  # rows of the grid
     if num_tokens >= PREFILL_TOKENS[64]:
-        return 64 if average > 32 else 32 if average > 16 else 16
-    of_16, of_32 = (slots * -(-average // tile) for tile in (16, 32))  # rows of the grid
+        if average > 32 and of_64 >= 7:
+            return 64
+        return 32 if average > 16 else 16
     return 32 if of_16 >= 12 and of_32 <= 0.6 * of_16 else 16
 
 

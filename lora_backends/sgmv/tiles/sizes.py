@@ -32,9 +32,11 @@ class BatchShape:
 
     @property
     def rows(self) -> int:
-        """Rows of the grid, if slots have as many tokens each."""
+        """Rows of the grid if tokens are spread evenly over the slots."""
         slots = max(1, self.active_slots)
-        return slots * max(1, -(-self.num_tokens // (slots * self.tile_tokens)))
+        least, more = divmod(self.num_tokens, slots)  # tokens of a slot; slots that have one more
+        of_least, of_more = (max(1, -(-n // self.tile_tokens)) for n in (least, least + 1))
+        return (slots - more) * of_least + more * of_more
 
 
 @dataclass(frozen=True)

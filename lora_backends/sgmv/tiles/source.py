@@ -42,13 +42,14 @@ from lora_backends.sgmv.tiles.table import (
 _LOG = logging.getLogger("lora_backends.tiles")
 
 REACH = math.sqrt(2)
-"""A measured batch stands for batches with up to this many times its tokens and active slots: half
-of the way to the next power of two. At twice, entries were slower than the rules on an H200."""
+"""A measured batch stands for batches with up to this many times its tokens and active slots, which
+is halfway to the next power of two. With a reach of 2, entries were slower than the rules on an
+H200."""
 
 PREFILL_REACH = 1.15
-"""The same for batches of 300 tokens or more, where the split of the inputs follows from the number
-of tiles. On an H200 an entry took 1.03 to 1.06 times as long as the rules at 1.2 to 1.6 times its
-tokens."""
+"""The reach for batches of 300 tokens or more, smaller because the best split of the inputs depends
+on the number of tiles: on an H200 an entry took 1.03 to 1.06 times as long as the rules at 1.2 to
+1.6 times its tokens."""
 
 
 Index = Mapping[tuple[LayerShape, int], Sequence[Entry]]
@@ -152,20 +153,27 @@ def user_folder() -> Path:
     return base / "lora_backends" / "tiles"
 
 
-def standing_for(measured: Sequence[Any], num_tokens: int, active_slots: int) -> Any | None:
+def standing_for(
+    measured: Sequence[Any],
+    num_tokens: int,
+    active_slots: int,
+    prefill_reach: float = PREFILL_REACH,
+) -> Any | None:
     """Return the nearest measurement of a batch of the same kind, within the reach of its kind.
 
-    Batches differ in kind where other kernels are fast: those of 300 tokens or more, and those
-    whose slots have fewer than two tokens each. For two tokens of one adapter the entry of one
-    token took 1.3 times as long as the rules.
+    For two tokens of one adapter the entry of one token took 1.3 times as long as the rules.
     """
-    kind = _kind(num_tokens, active_slots)
-    alike = [each for each in measured if _kind(each.num_tokens, each.active_slots) == kind]
-    is_prefill, _ = kind
-    return nearest(alike, num_tokens, active_slots, PREFILL_REACH if is_prefill else REACH)
+    kind = kind_of(num_tokens, active_slots)
+    alike = [each for each in measured if kind_of(each.num_tokens, each.active_slots) == kind]
+    is_large, _ = kind
+    return nearest(alike, num_tokens, active_slots, prefill_reach if is_large else REACH)
 
 
-def _kind(num_tokens: int, active_slots: int) -> tuple[bool, bool]:
+def kind_of(num_tokens: int, active_slots: int) -> tuple[bool, bool]:
+    """Return whether a batch is large, and whether slots have fewer than two tokens each.
+
+    Other kernels are fast then.
+    """
     return num_tokens >= min(PREFILL_TOKENS.values()), num_tokens < 2 * active_slots
 
 

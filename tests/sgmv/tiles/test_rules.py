@@ -10,9 +10,12 @@ import pytest
 import torch
 from helpers.engines import ENGINES
 
+from lora_backends.sgmv.blends.launch import BlendShape, choose_blend_tiles
 from lora_backends.sgmv.experts import rules as expert_rules
-from lora_backends.sgmv.launch import INVARIANT_BATCH
+from lora_backends.sgmv.launch import INVARIANT_BATCH, Options
+from lora_backends.sgmv.storage import PLAIN, Storage
 from lora_backends.sgmv.tiles import alike, first_use, gpu, sizes
+from lora_backends.sgmv.tiles.bounds import is_prefill
 from lora_backends.sgmv.tiles.eight_bit_rules import of_8_bits
 from lora_backends.sgmv.tiles.gpu import H200, Gpu, gpu_of
 from lora_backends.sgmv.tiles.rules import (
@@ -94,6 +97,7 @@ def test_sizes_for_8_bits_are_ones_that_the_kernels_take(item_bytes):
     for batch, layer in _shapes([item_bytes]):
         tiles = of_8_bits(choose_tiles(batch, layer), batch, layer)
         assert not tile_faults(tiles, batch.tile_tokens, layer)
+        assert tiles.expand.num_stages or item_bytes == 2
         if item_bytes == 2:
             narrow = replace(layer, item_bytes=1)
             assert choose_tiles(batch, narrow) == tiles
@@ -234,6 +238,7 @@ def test_low_ranks_and_float32_take_more_parts_of_the_inputs():
         (256, 8, 64, 3, (32, 256, 4, 4)),
         (256, 8, 64, 1, (16, 256, 4, 4)),
         (64, 1, 16, 1, (16, 256, 11, 4)),
+        (192, 1, 64, 1, (16, 256, 4, 4)),
         (32, 1, 64, 1, (16, 256, 4, 4)),  # planes of a high rank are few, as its rows of h are long
         (256, 8, 16, 1, (16, 256, 7, 4)),
         (8, 1, 16, 1, (16, 128, 10, 1)),  # one tile
@@ -250,8 +255,10 @@ def test_layers_with_few_inputs_sum_in_one_order_whatever_small_batch_a_graph_ha
     item_bytes,
 ):
     batches = [(tokens, active) for tokens in range(1, 17) for active in range(min(tokens, 8) + 1)]
-    for inputs, rank, slices in itertools.product((1, 300, 513, 1024), (1, 16, 64), (1, 3)):
-        layer = LayerShape(slices, rank, inputs, 512, item_bytes)
+    for inputs, rank, slices, outputs in itertools.product(
+        (1, 300, 513, 1024), (1, 16, 64), (1, 3), (512, 17920)
+    ):
+        layer = LayerShape(slices, rank, inputs, outputs, item_bytes)
         sizes = [choose_tiles(BatchShape(*batch, 16), layer) for batch in batches]
         orders = {(s.shrink.split_k, s.shrink.warps_k, bool(s.expand.num_stages)) for s in sizes}
         assert len(orders) == 1
@@ -311,6 +318,7 @@ def test_expands_of_rank_64_in_small_batches(tokens, active, slices, outputs, si
         (96, 5, 16, 10),
         (4259, 2, 64, 68),
         (64, 64, 16, 64),
+        (4097, 64, 64, 65),  # one slot has a second tile
     ],
 )
 def test_rows_of_the_grid_are_counted_slot_by_slot(tokens, active, tile, rows):
@@ -342,13 +350,27 @@ def test_tokens_per_tile(tokens, active, tile):
 
 def test_middling_batches_take_the_sizes_of_small_ones_in_small_tiles():
     """With 17 to 32 tokens per slot those of a prefill took up to 1.4 times as long."""
+    for tile, least in ((16, 512), (32, 2048), (64, 300)):
+        assert is_prefill(BatchShape(least, 8, tile))
+        assert not is_prefill(BatchShape(least - 1, 8, tile))
     layer = LayerShape(3, 64, 4096, 6144, 2)
-    small = choose_tiles(BatchShape(1024, 40, 32), layer)
+    small = choose_tiles(BatchShape(2047, 80, 32), layer)
     assert small.shrink.warps_k == 4 and small.expand.num_stages == 1
     assert choose_tiles(BatchShape(2048, 80, 32), layer).shrink.warps_k == 1
-    assert choose_tiles(BatchShape(300, 8, 64), layer) == choose_tiles(
-        BatchShape(512, 8, 64), layer
-    )
+
+
+@pytest.mark.parametrize("kind, merged", [(4, False), (4, True), (0, True)])
+def test_blends_of_8_bits_and_of_unlike_tokens_take_a_matrix_product(kind, merged):
+    """The other kernels of blends read no scales, and take like tokens alone."""
+    options = Options("ieee", True, False, rules_for(H200), True, H200)
+    storage = Storage(kind, (1, None), torch.bfloat16) if kind else PLAIN
+    for tokens, sets, rank, outputs in itertools.product(
+        (1, 2, 8, 16, 30, 32), (1, 8, 16, 30), (8, 16, 64), (4096, 17920)
+    ):
+        batch, layer = BatchShape(tokens, sets, 16), LayerShape(1, rank, 4096, outputs, 2)
+        shape = BlendShape(2, 2, merged, not kind, BatchShape(2 * tokens, 8, 16))
+        tiles = choose_blend_tiles(batch, layer, shape, storage, options)
+        assert tiles.how not in ("row", "rows") and tiles.expand.num_stages
 
 
 LAYERS = {  # slices, inputs, outputs

@@ -111,10 +111,10 @@ def test_a_batch_far_from_all_measured_ones_follows_the_rules(write, tokens, act
     "measured, batch, stands",
     [
         ((1, 1), (2, 1), False),  # the entry's token is alone
-        ((64, 64), (128, 64), False),
+        ((100, 64), (128, 64), False),
         ((64, 64), (90, 64), True),
-        ((2048, 8), (2300, 8), True),
-        ((2048, 8), (2560, 8), False),  # from 300 tokens on
+        ((2048, 8), (2355, 8), True),
+        ((2048, 8), (2356, 8), False),  # from 300 tokens on
         ((300, 8), (299, 8), False),
         ((256, 8), (299, 8), True),
     ],
@@ -222,7 +222,7 @@ def test_a_card_without_a_table_takes_that_of_a_like_card(
         if count == 132:
             assert split_k == entry.tiles.shrink.split_k
         assert 1 <= entry.tiles.shrink.split_k / split_k <= 1.5
-    # others are the rules' own, within 1% of the fastest that was timed
+    # many entries have the sizes of the rules, where those took at most 1% longer than the fastest
     assert different > len(entries) / 4
 
 
