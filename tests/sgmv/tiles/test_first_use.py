@@ -89,11 +89,39 @@ def test_three_cells_are_tuned_in_under_a_minute(make, searched, capsys):
 def test_a_search_is_repeated_neither_in_this_process_nor_in_the_next(make, searched):
     first = make()
     found = [first.choose_tiles(batch, LAYER) for batch in (*THREE, *THREE)]
-    near = first.choose_tiles(BatchShape(90, 9, 16), LAYER)  # within twice of 64 tokens
+    near = first.choose_tiles(BatchShape(90, 9, 16), LAYER)  # within 1.41 times 64 tokens
     assert near == found[2]
     second = make()
     assert [second.choose_tiles(batch, LAYER) for batch in (*THREE, *THREE)] == found
     assert len(searched) == 3
+
+
+@pytest.mark.parametrize(
+    "batch, other",
+    [
+        (BatchShape(310, 8, 16), BatchShape(330, 8, 16)),  # 256 tokens are of another kind
+        (BatchShape(310, 8, 64), BatchShape(330, 8, 64)),
+        (BatchShape(1200, 8, 64), BatchShape(1400, 8, 64)),  # rounded to 1,024 tokens
+        (BatchShape(8, 8, 16), BatchShape(11, 8, 16)),
+        (BatchShape(12, 8, 16), BatchShape(15, 8, 16)),  # 16 tokens are two for each slot
+    ],
+)
+def test_a_batch_of_the_same_kind_nearby_is_not_searched_again(make, searched, batch, other):
+    chosen = make(seconds=1e4)
+    assert chosen.choose_tiles(batch, LAYER) == chosen.choose_tiles(other, LAYER)
+    ((found, _),) = searched
+    assert first_use._kind(found) == first_use._kind(batch)
+
+
+def test_a_batch_that_is_rounded_to_one_of_a_table_takes_the_rules(make, searched):
+    tables = source.rules_for(H200)
+    measured = tables.choose_tiles(BatchShape(2048, 8, 64), LAYER)
+    known = {BatchShape(2048, 8, 64): replace(measured, expand=replace(measured.expand, chunks=1))}
+    chosen = make(tables=replace(tables, measured=lambda batch, _: known.get(batch)))
+    assert chosen.choose_tiles(BatchShape(2048, 8, 64), LAYER) == known[BatchShape(2048, 8, 64)]
+    near = BatchShape(2400, 8, 64)
+    assert chosen.choose_tiles(near, LAYER) == tables.choose_tiles(near, LAYER)
+    assert not searched
 
 
 def test_what_another_process_has_found_meanwhile_is_taken_and_kept(make, searched):
