@@ -56,8 +56,9 @@ def of_lone_tokens(tiles: TileConfig, rows: int, layer: LayerShape) -> TileConfi
             block_c, num_warps = (128, 4) if narrow else (64, 4 if long else 2)
         expand = ExpandTiles(block_c, rank_pad, num_warps=num_warps, num_stages=0)
         tiles = replace(tiles, expand=expand)
-    elif rows >= MANY_ROWS and narrow:
-        expand = ExpandTiles(256, MIN_DOT, 2, num_warps=2, num_stages=0)
+    elif narrow and (rows >= MANY_ROWS or layer.out_features >= WIDE_OUTPUT):
+        chunks = 2 if rows >= MANY_ROWS else 1
+        expand = ExpandTiles(256, MIN_DOT, chunks, num_warps=2, num_stages=0)
         tiles = replace(tiles, expand=expand)
     if rows > 1:
         return tiles
@@ -111,9 +112,10 @@ def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> Shrink
     if halved and not narrow:
         block_n, blocks = 32, -(-layer.stacked // 32) * rows
     if blocks <= H200.multiprocessors:
-        wanted = (256 if long else 128) * MIN_DOT // batch.tile_tokens
+        wanted = (128 if not long else 256 if narrow else 512) * MIN_DOT // batch.tile_tokens
         most = 8 if wide_tile and small else 16
-        if not narrow:  # an expand program reads planes * rank values of h per token
+        if not narrow and (rows >= FEW_ROWS or batch.num_tokens >= 12 * batch.rows):
+            # the expand reads planes * rank values of h per token: many programs, or many tokens
             most = max(4, (512 if long else 256) // padded_rank(layer.max_rank))
         planes = min(most, max(4, wanted // blocks))
     else:
@@ -149,7 +151,7 @@ def expand_decode(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) ->
     rank_pad, wide = padded_rank(layer.max_rank), layer.out_features >= WIDE_OUTPUT
     block_r, narrow = min(rank_pad, MAX_BLOCK_R), rank_pad == MIN_DOT
     whole, wide_tile = block_r == rank_pad, batch.tile_tokens > 16
-    if wide and whole and not narrow and rows >= FEW_ROWS:
+    if wide and whole and not narrow and rows >= (6 if wide_tile else 4):
         if rows < 16 and not wide_tile:
             return ExpandTiles(64, block_r, 4)
         return ExpandTiles(64, block_r, 8, num_stages=3 if tma else 1)

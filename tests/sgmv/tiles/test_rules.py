@@ -239,6 +239,7 @@ def test_low_ranks_and_float32_take_more_parts_of_the_inputs():
         (256, 8, 64, 1, (16, 256, 4, 4)),
         (64, 1, 16, 1, (16, 256, 11, 4)),
         (192, 1, 64, 1, (16, 256, 4, 4)),
+        (5, 3, 64, 1, (16, 256, 10, 4)),
         (32, 1, 64, 1, (16, 256, 4, 4)),  # planes of a high rank are few, as its rows of h are long
         (256, 8, 16, 1, (16, 256, 7, 4)),
         (8, 1, 16, 1, (16, 128, 10, 1)),  # one tile
