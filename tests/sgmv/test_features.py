@@ -217,6 +217,7 @@ def test_a_wide_product_of_8_bits_is_right(device):
         weights, launch.stacks_of(weights), plan, tokens, x.dtype, backend._options
     ).shrink
     assert kernel.sizes.BLOCK_N == kernel.constants["ROW"].SEGMENT == 64
+    assert kernel.sizes.WARPS_K == 1
     wanted = reference_of.run_linear(x, weights, reference_plan)
     agree(backend.run_linear(x, weights, plan), wanted, torch.zeros_like(wanted), torch.bfloat16)
 

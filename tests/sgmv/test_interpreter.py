@@ -29,10 +29,10 @@ for engine, options, effort, left_out in {RUNS}:
 REPEATED = "csgmv-64 or csgmv-auto or through_tma or of_a_table or 8_bit or backward"
 SELECTED = {
     "by engine": f"triton or csgmv and not ({REPEATED})",
-    # row by row, batches of every size take a quarter of the time of all the others together
+    # row by row, that test takes a quarter of the time of all others
     "without an engine": "not triton and not csgmv and not (row and serves_batches_of_every_size)",
 }
-"""Tests by their names. Runs of csgmv that are left out: the engines share their arithmetic and
+"""Tests selected by name. Some runs of csgmv are left out: the engines share their arithmetic and
 differ in how they find a row's tokens, which the other runs of csgmv test. A test of all engines
 together compares the bits of gradients of csgmv with those of triton."""
 
@@ -42,7 +42,7 @@ def test_the_launch_tests_pass_in_the_interpreter(selected):
     here = Path(__file__).parent
     files = [here / f"test_{name}.py" for name in ("launch", "features", "base_product")]
     files += [here / "backward" / f"test_{name}.py" for name in ("values", "isolation", "autograd")]
-    if selected == "by engine":  # others of these run without the interpreter
+    if selected == "by engine":  # the other tests in these run without the interpreter
         files += [here.parent / "interface" / "test_foreign_tensors.py"]
         files += [here.parent / "hf" / "layers" / "test_beside.py"]
         files += [here.parent / "csgmv" / "test_launch.py"]

@@ -34,6 +34,7 @@ from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
 from lora_backends.sgmv.launching.tma import MAX_GRID_ROWS, descriptor
 from lora_backends.sgmv.layout import RowSizes
 from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
+from lora_backends.sgmv.tiles.bounds import FEW_ROWS, MANY_ROWS
 from lora_backends.sgmv.tiles.rules import ends_beyond_ranks
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
@@ -245,12 +246,14 @@ def choose_blend_tiles(
     rank_pad = padded_rank(layer.max_rank)
     block_r, rank = min(MAX_BLOCK_R, rank_pad), shape.entries * rank_pad
     by_product = shape.merged or storage.kind or rank > MAX_STACKED
+    # for like tokens the other kernels were timed with few tiles and with many
+    by_product = by_product or FEW_ROWS <= batch.rows < MANY_ROWS
     if by_product:  # the rules choose a matrix product for more than 2 tokens a tile
         batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots + 1))
     stacked = replace(layer, num_slices=layer.num_slices * shape.entries)
     expand = choose_sizes(batch, layer, storage, rules, "linear")[1]
-    if by_product:  # the other kernels take neither 8 bits nor unlike tokens, nor so many ranks
-        expand = replace(expand, num_stages=max(1, expand.num_stages))
+    # kernels without one take no 8 bits, no unlike tokens and at most MAX_STACKED ranks
+    assert expand.num_stages or not by_product
     pairs = shape.pairs
     is_row = pairs is not None and expand.num_stages == 0 and batch.active_slots == 1
     if pairs is None:

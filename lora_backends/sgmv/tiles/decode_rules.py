@@ -115,7 +115,7 @@ def _shrink_in_groups(rows: int, batch: BatchShape, layer: LayerShape) -> Shrink
         wanted = (128 if not long else 256 if narrow else 512) * MIN_DOT // batch.tile_tokens
         most = 8 if wide_tile and small else 16
         if not narrow and (rows >= FEW_ROWS or batch.num_tokens >= 12 * batch.rows):
-            # the expand reads planes * rank values of h per token: many programs, or many tokens
+            # each program of the expand reads planes * rank values of h per token
             most = max(4, (512 if long else 256) // padded_rank(layer.max_rank))
         planes = min(most, max(4, wanted // blocks))
     else:
@@ -155,7 +155,7 @@ def expand_decode(rows: int, batch: BatchShape, layer: LayerShape, tma: bool) ->
         if rows < 16 and not wide_tile:
             return ExpandTiles(64, block_r, 4)
         return ExpandTiles(64, block_r, 8, num_stages=3 if tma else 1)
-    elements = rows * batch.tile_tokens // MIN_DOT * layer.out_features  # of y, divided by 16
+    elements = rows * batch.tile_tokens // MIN_DOT * layer.out_features  # of y over 16
     if narrow and elements >= 200_000:
         block_c, chunks = 128, 4
     elif wide_tile and layer.num_slices > 1 and not wide and rows >= FEW_ROWS:

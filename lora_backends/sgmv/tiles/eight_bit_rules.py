@@ -198,7 +198,7 @@ def _expand_of_8_bits(
             return _decode_expand_of_8_bits(expand, batch, layer, rows)
         return replace(expand, num_stages=1)
     by_row = batch.num_tokens <= 2 * batch.active_slots and has_whole_rows(layer.max_rank)
-    # in short layers all small batches sum in one order, see `are_alone`
+    # short layers sum in one order, see `are_alone`
     by_row = by_row and layer.item_bytes == 2 and layer.in_features >= SHORT_INPUT
     if wide and by_row and batch.tile_tokens == MIN_DOT and FEW_ROWS <= rows < MANY_ROWS:
         return ExpandTiles(256, MIN_DOT, 1, num_warps=2, num_stages=0)

@@ -159,7 +159,7 @@ class _FirstUse:
             return known
         # 8-bit stacks take tables and rules: the lab has no such layers
         is_searched = batch.active_slots > 0 and batch.tile_tokens in TILE_TOKENS
-        # where a table has the rounded batch, but not this one, the rules are faster
+        # the rules serve a batch that only its rounding brings within a table's reach
         is_searched = is_searched and self.tables.measured(rounded(batch), layer) is None
         if is_searched and layer.item_bytes > 1 and self._share() >= LEAST_SECONDS:
             self.entries |= self.read()  # another process may have found it
@@ -170,8 +170,8 @@ class _FirstUse:
         measured = self.tables.measured(batch, layer)
         if measured is not None:
             return measured
-        kind = layer, batch.tile_tokens
-        alike = [each for each in self.entries.values() if (each.layer, each.tile_tokens) == kind]
+        kind = layer, batch.tile_tokens, is_prefill(batch)
+        alike = [each for each in self.entries.values() if _of_entry(each) == kind]
         near: Entry | None = standing_for(alike, batch.num_tokens, batch.active_slots, REACH)
         return None if near is None else near.tiles
 
@@ -236,7 +236,7 @@ class _FirstUse:
 def rounded(batch: BatchShape) -> BatchShape:
     """Return a batch with sizes rounded to powers of two, so that processes measure the same ones.
 
-    A batch that would become one of another kind stays as it is.
+    A batch stays as it is if rounding would change its kind.
 
     >>> rounded(BatchShape(num_tokens=100, active_slots=5, tile_tokens=16))
     BatchShape(num_tokens=128, active_slots=4, tile_tokens=16)
@@ -246,6 +246,11 @@ def rounded(batch: BatchShape) -> BatchShape:
     tokens, active = (_nearest_power(n) for n in (batch.num_tokens, batch.active_slots))
     near = replace(batch, num_tokens=tokens, active_slots=min(active, tokens))
     return near if _kind(near) == _kind(batch) else batch
+
+
+def _of_entry(entry: Entry) -> tuple[LayerShape, int, bool]:
+    batch = BatchShape(entry.num_tokens, entry.active_slots, entry.tile_tokens)
+    return entry.layer, entry.tile_tokens, is_prefill(batch)
 
 
 def _kind(batch: BatchShape) -> tuple[bool, tuple[bool, bool]]:

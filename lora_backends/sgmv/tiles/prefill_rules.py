@@ -1,4 +1,4 @@
-"""The rules for tile sizes of a prefill: a batch of many tokens, see `bounds.is_prefill`."""
+"""The rules for tile sizes of a prefill, as `bounds.is_prefill` defines it."""
 
 from __future__ import annotations
 

@@ -49,11 +49,11 @@ _PREFETCH_ROWS = 96  # of the grid, see `prefetched_lines`
 
 def tile_tokens(num_tokens: int, active_slots: int) -> int:
     """Return the tokens per tile for a batch: 16, 32 or 64."""
-    # Wider tiles read A and B less often. Narrower ones leave fewer places empty, and where tiles
-    # are few they occupy more of the GPU.
+    # Wider tiles read A and B less often. Narrower ones leave fewer places empty, and occupy more
+    # multiprocessors where tiles are few.
     slots = max(1, active_slots)
     average = num_tokens // slots
-    of_16, of_32, of_64 = (slots * -(-average // tile) for tile in TILE_TOKENS)  # rows of the grid
+    of_16, of_32, of_64 = (slots * -(-average // tile) for tile in TILE_TOKENS)  # rows, about
     if num_tokens >= PREFILL_TOKENS[64]:
         if average > 32 and of_64 >= 7:
             return 64

@@ -43,7 +43,7 @@ _LOG = logging.getLogger("lora_backends.tiles")
 
 REACH = math.sqrt(2)
 """A measured batch stands for batches with up to this many times its tokens and active slots, which
-is halfway to the next power of two. With a reach of 2, entries were slower than the rules on an
+is halfway to the next power of two. With a reach of 2, most were slower than the rules on an
 H200."""
 
 PREFILL_REACH = 1.15
@@ -161,7 +161,7 @@ def standing_for(
 ) -> Any | None:
     """Return the nearest measurement of a batch of the same kind, within the reach of its kind.
 
-    For two tokens of one adapter the entry of one token took 1.3 times as long as the rules.
+    The entry of one token, used for two tokens of one adapter, took 1.3 times as long as the rules.
     """
     kind = kind_of(num_tokens, active_slots)
     alike = [each for each in measured if kind_of(each.num_tokens, each.active_slots) == kind]
@@ -172,7 +172,7 @@ def standing_for(
 def kind_of(num_tokens: int, active_slots: int) -> tuple[bool, bool]:
     """Return whether a batch is large, and whether slots have fewer than two tokens each.
 
-    Other kernels are fast then.
+    Each kind has its own fastest kernels.
     """
     return num_tokens >= min(PREFILL_TOKENS.values()), num_tokens < 2 * active_slots
 

@@ -240,7 +240,7 @@ def test_low_ranks_and_float32_take_more_parts_of_the_inputs():
         (64, 1, 16, 1, (16, 256, 11, 4)),
         (192, 1, 64, 1, (16, 256, 4, 4)),
         (5, 3, 64, 1, (16, 256, 10, 4)),
-        (32, 1, 64, 1, (16, 256, 4, 4)),  # planes of a high rank are few, as its rows of h are long
+        (32, 1, 64, 1, (16, 256, 4, 4)),  # a high rank has long rows of h, so few planes
         (256, 8, 16, 1, (16, 256, 7, 4)),
         (8, 1, 16, 1, (16, 128, 10, 1)),  # one tile
     ],
@@ -285,6 +285,15 @@ def test_tokens_alone_with_their_slot_take_no_matrix_product(rank):
         (512, 512, 2),
     ):
         assert without(tokens, active, item_bytes) == (False, False)
+    for active in (7, 8, 31, 32):  # a wide layer
+        tiles = choose_tiles(BatchShape(active, active, 16), LayerShape(2, rank, 4096, 28672, 2))
+        assert (tiles.expand.num_stages == 0) == (whole and (rank < 64 or active < 8))
+
+
+def test_a_long_layer_of_high_rank_has_eight_planes_of_h():
+    for tokens, active in ((16, 8), (35, 15), (57, 15), (32, 1)):
+        batch = BatchShape(tokens, active, 16)
+        assert choose_tiles(batch, LayerShape(1, 64, 14336, 4096, 2)).shrink.split_k == 8
 
 
 @pytest.mark.parametrize(
@@ -294,6 +303,9 @@ def test_tokens_alone_with_their_slot_take_no_matrix_product(rank):
         (64, 16, 2, 28672, (64, 8, 4, 3)),  # TMA from 16 tiles on, or in tiles of 32 tokens
         (256, 8, 2, 28672, (64, 8, 4, 3)),
         (16, 1, 2, 28672, (128, 1, 4, 1)),  # one tile
+        (32, 4, 2, 28672, (64, 4, 4, 1)),  # four tiles of 16
+        (32, 3, 2, 28672, (128, 1, 4, 1)),
+        (192, 1, 2, 28672, (64, 8, 4, 3)),  # six tiles of 32
         (256, 8, 3, 6144, (64, 4, 4, 1)),
         (256, 8, 1, 4096, (128, 1, 4, 1)),
         (64, 1, 3, 6144, (128, 1, 4, 1)),
@@ -323,7 +335,7 @@ def test_expands_of_rank_64_in_small_batches(tokens, active, slices, outputs, si
     ],
 )
 def test_rows_of_the_grid_are_counted_slot_by_slot(tokens, active, tile, rows):
-    """A shrink of one program per multiprocessor must not miss that by a row."""
+    """One row too few, and a shrink meant for one wave takes two."""
     assert BatchShape(tokens, active, tile).rows == rows
 
 
@@ -333,7 +345,11 @@ def test_rows_of_the_grid_are_counted_slot_by_slot(tokens, active, tile, rows):
         (0, 0, 16),
         (32, 1, 16),
         (128, 1, 16),  # eight tiles of 16 rather than four of 32
+        (176, 1, 16),
         (192, 1, 32),
+        (288, 4, 32),
+        (320, 1, 32),  # five tiles of 64 would leave most of a GPU idle
+        (400, 1, 64),
         (128, 4, 16),
         (160, 8, 32),  # one tile of 32 rather than two of 16 for each slot
         (192, 12, 16),
@@ -350,7 +366,7 @@ def test_tokens_per_tile(tokens, active, tile):
 
 
 def test_middling_batches_take_the_sizes_of_small_ones_in_small_tiles():
-    """With 17 to 32 tokens per slot those of a prefill took up to 1.4 times as long."""
+    """With 17 to 32 tokens per slot, prefill sizes took up to 1.4 times as long."""
     for tile, least in ((16, 512), (32, 2048), (64, 300)):
         assert is_prefill(BatchShape(least, 8, tile))
         assert not is_prefill(BatchShape(least - 1, 8, tile))
@@ -362,7 +378,7 @@ def test_middling_batches_take_the_sizes_of_small_ones_in_small_tiles():
 
 @pytest.mark.parametrize("kind, merged", [(4, False), (4, True), (0, True)])
 def test_blends_of_8_bits_and_of_unlike_tokens_take_a_matrix_product(kind, merged):
-    """The other kernels of blends read no scales, and take like tokens alone."""
+    """Blend kernels without one read no scales and take only like tokens."""
     options = Options("ieee", True, False, rules_for(H200), True, H200)
     storage = Storage(kind, (1, None), torch.bfloat16) if kind else PLAIN
     for tokens, sets, rank, outputs in itertools.product(
