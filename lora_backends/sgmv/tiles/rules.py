@@ -33,7 +33,6 @@ from lora_backends.sgmv.tiles.prefill_rules import (
 )
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
-    TILE_TOKENS,
     TMA_BYTES,
     BatchShape,
     ExpandTiles,
@@ -53,11 +52,11 @@ def tile_tokens(num_tokens: int, active_slots: int) -> int:
     # multiprocessors where tiles are few.
     slots = max(1, active_slots)
     average = num_tokens // slots
-    of_16, of_32, of_64 = (slots * -(-average // tile) for tile in TILE_TOKENS)  # rows, about
     if num_tokens >= PREFILL_TOKENS[64]:
-        if average > 32 and of_64 >= 7:
+        if average > 32 and slots * -(-average // 64) >= 7:
             return 64
         return 32 if average > 16 else 16
+    of_16, of_32 = slots * -(-average // 16), slots * -(-average // 32)  # rows, about
     return 32 if of_16 >= 12 and of_32 <= 0.6 * of_16 else 16
 
 
