@@ -218,12 +218,9 @@ def _decode_expand_of_8_bits(
     wide, block_r = layer.out_features >= WIDE_OUTPUT, expand.block_r
     if batch.tile_tokens == 32 and not wide and rows < MANY_ROWS:
         return ExpandTiles(256, block_r, 1, num_warps=8)
-    if rows >= MANY_ROWS and expand.block_c == 128:
-        return (
-            ExpandTiles(128, block_r, 4)
-            if layer.out_features <= 4096
-            else ExpandTiles(64, block_r, 8)
-        )
+    if rows >= MANY_ROWS and expand.block_c == 128:  # a program takes 512 columns
+        block_c = 128 if layer.out_features <= 4096 else 64
+        return ExpandTiles(block_c, block_r, 512 // block_c)
     if wide and expand.block_c == 64 and expand.chunks == 4:
         return ExpandTiles(128, block_r, 4)
     # with more than two programs per multiprocessor, halve their number: each takes two blocks
