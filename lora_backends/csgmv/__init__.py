@@ -11,6 +11,7 @@ from typing_extensions import override
 from lora_backends.csgmv.plan import CsgmvPlan
 from lora_backends.errors import InvalidInputError
 from lora_backends.sgmv.engine import SgmvBackend
+from lora_backends.sgmv.runs import Counted
 from lora_backends.sgmv.tiles.source import TileSource
 
 SEGMENT_SIZES = (16, 32, 64, 128)
@@ -68,8 +69,8 @@ class CsgmvBackend(SgmvBackend):
         self.segment_size = _checked_segment_size(segment_size)
 
     @override
-    def _cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
-        (tile_tokens,) = super()._cut(num_tokens, active_slots)
+    def _cut(self, num_tokens: int, counted: Counted) -> tuple[int, ...]:
+        (tile_tokens,) = super()._cut(num_tokens, counted)
         return segment_and_group(self.segment_size, tile_tokens)
 
     @override

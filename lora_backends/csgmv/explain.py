@@ -31,8 +31,7 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     """Return how a batch is cut for a layer, with the backend's default options."""
     source = tile_source("csgmv", __package__, table_device(), "auto")
     counted = count_tokens(batch)
-    active = counted.active
-    tile_tokens = source.tile_tokens(batch.num_tokens, active)
+    tile_tokens = source.tile_for(batch.num_tokens, counted)
     segment, group = segment_and_group(SEGMENT_SIZE, tile_tokens)
     plan = CsgmvPlan.with_room(batch, batch.num_tokens, (segment,), torch.device("cpu"))
     plan.fill(batch, counted, segment, group)
@@ -40,7 +39,7 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
         "csgmv",
         batch,
         layer,
-        Cut("group", _groups(plan), segment * group, active),
+        Cut("group", _groups(plan), segment * group, counted.active),
         source,
         f"segments of {segment} tokens, up to {group} in a group: {plan.num_runs} in "
         f"{plan.num_groups} groups, {plan.most_rows} groups while a CUDA graph is captured",

@@ -44,7 +44,7 @@ from lora_backends.sgmv.launching.kernel import (
 )
 from lora_backends.sgmv.launching.tma import has_tma
 from lora_backends.sgmv.layout import SgmvPlan, fill_plans
-from lora_backends.sgmv.runs import count_tokens
+from lora_backends.sgmv.runs import Counted, count_tokens
 from lora_backends.sgmv.tiles.first_use import asked_source
 from lora_backends.sgmv.tiles.gpu import gpu_of
 from lora_backends.sgmv.tiles.sizes import TILE_TOKENS
@@ -118,10 +118,6 @@ class SgmvBackend(LoRABackend):
             )
         return reasons
 
-    def batch_to_tile(self, num_tokens: int, active_slots: int) -> tuple[int, int]:
-        """Return the tokens and active slots that sizes are chosen for."""
-        return launch.INVARIANT_BATCH if self.batch_invariant else (num_tokens, active_slots)
-
     def recording(self, recorded: Noted | None = None) -> AbstractContextManager[Noted]:
         """Note the kernels that this thread's calls need instead of launching them.
 
@@ -130,9 +126,11 @@ class SgmvBackend(LoRABackend):
         """
         return recording(recorded)
 
-    def _cut(self, num_tokens: int, active_slots: int) -> tuple[int, ...]:
+    def _cut(self, num_tokens: int, counted: Counted) -> tuple[int, ...]:
         """Return the sizes that `plan_type.stage` cuts a batch by; the run's comes first."""
-        return (self.tile_source.tile_tokens(*self.batch_to_tile(num_tokens, active_slots)),)
+        if self.batch_invariant:
+            return (self.tile_source.tile_tokens(*launch.INVARIANT_BATCH),)
+        return (self.tile_source.tile_for(num_tokens, counted),)
 
     def _run_sizes(self) -> tuple[int, ...]:
         """Return every number of tokens per run that `_cut` may choose."""
@@ -143,7 +141,7 @@ class SgmvBackend(LoRABackend):
         self, batch: LoRABatch, out: SgmvPlan | None = None, capacity: int | None = None
     ) -> SgmvPlan:
         counted = count_tokens(batch)
-        cut = self._cut(batch.num_tokens, counted.active)
+        cut = self._cut(batch.num_tokens, counted)
         plan = out
         if plan is None:
             sizes = (cut[0],) if capacity is None else (*self._run_sizes(), cut[0])
@@ -186,7 +184,7 @@ class SgmvBackend(LoRABackend):
         for plan in plans:
             count_refill(plan)
         counted = count_tokens(batch)
-        fill_plans(plans, batch, counted, self._cut(batch.num_tokens, counted.active))
+        fill_plans(plans, batch, counted, self._cut(batch.num_tokens, counted))
 
     @override
     def run_lora_a(

@@ -26,7 +26,7 @@ def explain(batch: LoRABatch, layer: Layer) -> Explanation:
     """Return how a batch is cut for a layer."""
     source = tile_source("triton", __package__, table_device(), "auto")
     counted = count_tokens(batch)
-    tile_tokens = source.tile_tokens(batch.num_tokens, counted.active)
+    tile_tokens = source.tile_for(batch.num_tokens, counted)
     plan = TritonPlan.with_room(batch, batch.num_tokens, (tile_tokens,), torch.device("cpu"))
     plan.fill(batch, counted, tile_tokens)
     pieces = tuple(

@@ -34,7 +34,8 @@ from lora_backends.sgmv.launching.sizes import expand_sizes, shrink_sizes
 from lora_backends.sgmv.launching.tma import MAX_GRID_ROWS, descriptor
 from lora_backends.sgmv.layout import RowSizes
 from lora_backends.sgmv.storage import PLAIN, Storage, storage_kind, stored_bytes
-from lora_backends.sgmv.tiles.bounds import FEW_ROWS, MANY_ROWS
+from lora_backends.sgmv.tiles.bounds import FEW_ROWS, MANY_ROWS, planes_of
+from lora_backends.sgmv.tiles.gpu import H200
 from lora_backends.sgmv.tiles.rules import ends_beyond_ranks
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
@@ -45,6 +46,7 @@ from lora_backends.sgmv.tiles.sizes import (
     LayerShape,
     ShrinkTiles,
     column_programs,
+    fitting,
     h_width,
     padded_rank,
     parts,
@@ -55,6 +57,9 @@ from lora_backends.weights import LoRAWeights
 MAX_STACKED = 4 * MAX_BLOCK_R
 """The most ranks, of all entries, that one product takes."""
 
+
+MOST_PLANES = 4
+"""The most planes of h of a shrink for like tokens that stacks their adapters."""
 
 MOST_H_VALUES = 16384
 """The most values of h that a program of the expand adds up in more than 4 planes; it keeps half as
@@ -70,7 +75,7 @@ SUM_BLOCK = 256
 """Values of h that a program of the third kernel writes: few, as there may be few pairs."""
 
 TMA_COLUMNS = 512
-"""The columns of a program of the expand through TMA."""
+"""Columns of which the slices must be multiples where each has a tensor of its own, for TMA."""
 
 
 class BlendKernels(NamedTuple):
@@ -295,15 +300,47 @@ def choose_blend_tiles(
         return BlendTiles(shrink, _of_entries(batch, layer, shape), "entries", sums=sums)
     fits = max(rank_pad, rank // 4) <= MAX_BLOCK_R and options.gpu.shared_bytes >= TMA_BYTES
     if shape.tma and fits and layer.item_bytes == 2 and not shape.pairs:
-        # 4 warps leave a thread registers for h of all entries
-        by_tma = ExpandTiles(64, rank_pad, TMA_COLUMNS // 64, num_warps=4, num_stages=3)
-        if rank > 2 * MAX_BLOCK_R:
-            # x is read once for each block of A; a stage of the expand has 32 KiB of B
-            shrink = ShrinkTiles(256, 64, 1, num_warps=8, num_stages=3)
-            by_tma = replace(by_tma, num_stages=2)
-        return BlendTiles(shrink, by_tma, "tma")
+        rows = options.gpu.as_on_h200(batch.rows)
+        if batch.tile_tokens == 64:
+            shrink = fitting(_stacked_shrink(shrink, rows, layer, rank), 64, 2, options.gpu)
+        return BlendTiles(shrink, _by_tma(rows, layer, rank), "tma")
     expand, together = _together(replace(expand, num_stages=1), batch, layer, shape)
     return BlendTiles(shrink, expand, "together", together, sums)
+
+
+def _stacked_shrink(shrink: ShrinkTiles, rows: int, layer: LayerShape, rank: int) -> ShrinkTiles:
+    """Return the sizes for tiles of 64 like tokens, whose adapters have `rank` ranks together.
+
+    Every block of A reads x again, from L2, whose rate limits these shrinks. So a block has all
+    ranks of a slice, up to 256, and parts of the inputs fill the GPU.
+    """
+    block_n = min(MAX_STACKED, rank)
+    if block_n <= MAX_BLOCK_R:
+        return shrink  # as for one adapter
+    wave, programs = H200.multiprocessors, -(-layer.num_slices * rank // block_n) * rows
+    if block_n == MAX_STACKED:  # one program takes the shared memory of a multiprocessor
+        split_k = planes_of(layer.in_features, max(1, min(MOST_PLANES, wave // programs)))
+        return ShrinkTiles(block_n, 64, split_k, num_warps=8, num_stages=5)
+    # one, or two that share it where one would leave many multiprocessors idle
+    most = 2 if wave // 2 < programs < wave * 9 // 10 else max(1, wave // programs)
+    split_k = planes_of(layer.in_features, min(MOST_PLANES, most))
+    stages = 6 if programs * split_k <= wave else 4
+    return ShrinkTiles(block_n, 64, split_k, num_stages=stages)
+
+
+def _by_tma(rows: int, layer: LayerShape, rank: int) -> ExpandTiles:
+    """Return the sizes of an expand of like tokens through TMA."""
+    block_r, wave = padded_rank(layer.max_rank), H200.multiprocessors
+    # a stage of 256 ranks has 32 KiB of B
+    stages = 2 if rank > 2 * MAX_BLOCK_R else 3
+    # 4 warps leave a thread registers for h of all entries
+    programs = rows * layer.out_features // 1024
+    if 3 * wave <= 2 * programs <= 4 * wave or programs >= 4 * wave:
+        # Each program loads h, so fewer with more columns are faster: if a multiprocessor gets two
+        # of 1,024 columns, or many. If it gets three, one waits.
+        block_c = 128 if rank <= MAX_BLOCK_R else 64
+        return ExpandTiles(block_c, block_r, 1024 // block_c, num_stages=stages)
+    return ExpandTiles(64, block_r, 8, num_stages=stages)
 
 
 def _split(layer: LayerShape, shrink: ShrinkTiles, most: int) -> ShrinkTiles:
@@ -360,6 +397,11 @@ def _together(
     return replace(expand, block_c=block_c, chunks=chunks, num_warps=num_warps), together
 
 
+def _reaches_beyond(expand: ExpandTiles, output_slices: tuple[int, ...]) -> bool:
+    """Return whether a program has columns beyond the end of a slice."""
+    return any(width % (expand.block_c * expand.chunks) for width in output_slices)
+
+
 @lru_cache(maxsize=4096)
 def kernels_for(
     batch: BatchShape,
@@ -373,10 +415,11 @@ def kernels_for(
 ) -> BlendKernels:
     """Return the kernels."""
     if slice_aligns[1]:  # no block may reach beyond the tensor of its slice
-        even = all(width % TMA_COLUMNS == 0 for width in output_slices)
-        blend = blend._replace(tma=blend.tma and even)
+        blend = blend._replace(tma=blend.tma and all(w % TMA_COLUMNS == 0 for w in output_slices))
     tiles = choose_blend_tiles(batch, layer, blend, storage, options)
     shrink, expand, how, together, sums = tiles
+    while how == "tma" and slice_aligns[1] and _reaches_beyond(expand, output_slices):
+        expand = replace(expand, chunks=expand.chunks // 2)
     entries = blend.entries
     columns, rank = column_programs(output_slices, expand), layer.max_rank
     of_a = shrink_sizes(

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
 from lora_backends.sgmv.tiles.bounds import (
     MANY_ROWS,
     PREFILL_TOKENS,
@@ -43,6 +46,7 @@ from lora_backends.sgmv.tiles.sizes import (
     padded_rank,
 )
 
+FEW_WIDE = 7  # tiles of 64 tokens; fewer leave too much of the GPU idle
 _PREFETCH_ROWS = 96  # of the grid, see `prefetched_lines`
 
 
@@ -53,11 +57,25 @@ def tile_tokens(num_tokens: int, active_slots: int) -> int:
     slots = max(1, active_slots)
     average = num_tokens // slots
     if num_tokens >= PREFILL_TOKENS[64]:
-        if average > 32 and slots * -(-average // 64) >= 7:
+        if average > 32 and slots * -(-average // 64) >= FEW_WIDE:
             return 64
         return 32 if average > 16 else 16
     of_16, of_32 = slots * -(-average // 16), slots * -(-average // 32)  # rows, about
     return 32 if of_16 >= 12 and of_32 <= 0.6 * of_16 else 16
+
+
+def wider_tile(tile: int, num_tokens: int, counts: npt.NDArray[np.int64]) -> int:
+    """Return the tokens per tile for slots of `counts` tokens: `tile`, or twice as many.
+
+    `tile_tokens` takes the average. If that is about `tile`, and tokens fall on slots at random,
+    half of the slots have a few more and need a second tile, which reads A and B again.
+    """
+    if num_tokens < PREFILL_TOKENS[64] or tile not in (16, 32):
+        return tile
+    narrow, wide = (int((-(-counts // size)).sum()) for size in (tile, 2 * tile))
+    if wide > 0.8 * narrow or (tile == 32 and wide < FEW_WIDE):
+        return tile
+    return 2 * tile
 
 
 @lru_cache(maxsize=4096)

@@ -22,6 +22,7 @@ import torch
 from lora_backends.common.files import as_path
 from lora_backends.common.names import TILES_VARIABLE
 from lora_backends.errors import InvalidInputError
+from lora_backends.sgmv.runs import Counted
 from lora_backends.sgmv.tiles import rules
 from lora_backends.sgmv.tiles.bounds import PREFILL_TOKENS
 from lora_backends.sgmv.tiles.eight_bit_rules import of_8_bits
@@ -70,6 +71,12 @@ class TileSource:
     measured: Callable[[BatchShape, LayerShape], TileConfig | None] = _unmeasured
     """Returns the sizes that a table measured on this device has for a layer, or None."""
     like: str | None = None  # the device of the last table, if that is another one
+    is_fixed: bool = False  # whether every batch takes the same tile
+
+    def tile_for(self, num_tokens: int, counted: Counted) -> int:
+        """Return the tokens per tile for a batch whose tokens may fall unevenly on slots."""
+        tile = self.tile_tokens(num_tokens, counted.active)
+        return tile if self.is_fixed else rules.wider_tile(tile, num_tokens, counted.counts[1:])
 
     @property
     def origin(self) -> str:
@@ -136,7 +143,7 @@ def tile_source(
 
 def fixed_source(tile_tokens: int, tiles: TileConfig) -> TileSource:
     """Return a source that gives the same sizes for every batch and layer, as a search needs."""
-    return TileSource(lambda *_: tile_tokens, lambda *_: tiles)
+    return TileSource(lambda *_: tile_tokens, lambda *_: tiles, is_fixed=True)
 
 
 def user_folder() -> Path:

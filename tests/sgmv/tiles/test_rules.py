@@ -3,14 +3,16 @@
 import doctest
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers.engines import ENGINES
 
-from lora_backends.sgmv.blends.launch import BlendShape, choose_blend_tiles
+from lora_backends import LoRABatch
+from lora_backends.sgmv.blends.launch import BlendShape, choose_blend_tiles, kernels_for
 from lora_backends.sgmv.experts import rules as expert_rules
 from lora_backends.sgmv.launch import INVARIANT_BATCH, Options
 from lora_backends.sgmv.storage import PLAIN, Storage
@@ -22,6 +24,7 @@ from lora_backends.sgmv.tiles.rules import (
     choose_tiles,
     of_scaled_blocks,
     tile_tokens,
+    wider_tile,
 )
 from lora_backends.sgmv.tiles.sizes import (
     MAX_BLOCK_R,
@@ -37,7 +40,7 @@ from lora_backends.sgmv.tiles.sizes import (
     shrink_bytes,
     tile_faults,
 )
-from lora_backends.sgmv.tiles.source import rules_for
+from lora_backends.sgmv.tiles.source import fixed_source, rules_for
 
 TOKENS = [(0, 0), (1, 1), (16, 8), (64, 64), (256, 8), (512, 512), (2048, 8), (100_000, 3)]
 A100, L4, RTX_5090, MI300X = (
@@ -365,6 +368,38 @@ def test_tokens_per_tile(tokens, active, tile):
     assert tile_tokens(tokens, active) == tile
 
 
+@pytest.mark.parametrize(
+    "tile, counts, wider",
+    [
+        (32, [40, 24] * 8, 64),  # 512 tokens: 24 tiles of 32, or 16 of 64
+        (32, [32] * 16, 32),  # as many of either
+        (32, [32] * 13 + [64, 32], 32),  # 16 tiles, or 15
+        (32, [110, 110, 100], 32),  # four tiles of 64 and two more would leave most of a GPU idle
+        (16, [20, 12] * 16, 32),
+        (16, [16] * 32, 16),
+        (16, [20, 12] * 8, 16),  # 256 tokens: no prefill
+        (64, [70, 58] * 8, 64),  # the widest
+        (128, [130, 126] * 8, 128),  # of a segment
+    ],
+)
+def test_tokens_that_fall_unevenly_on_slots_take_wider_tiles(tile, counts, wider):
+    assert wider_tile(tile, sum(counts), np.array([0, *counts])) == wider
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_plan_counts_the_tiles_of_its_slots(engine):
+    sizes = TileConfig(ShrinkTiles(16, 64, 1), ExpandTiles(64, 16))
+    even = torch.arange(512) % 16
+    uneven = torch.where((even % 2 == 1) & (torch.arange(512) < 128), even - 1, even)
+    tiles = {}
+    for options in ({}, {"batch_invariant": True}, {"tiles": fixed_source(32, sizes)}):
+        backend = ENGINES[engine]("cpu", **({"tiles": "rules"} | options))
+        plans = [backend.prepare_batch(LoRABatch(slots, 16)) for slots in (even, uneven)]
+        tiles[str(*options)] = [plan.tile_tokens for plan in plans]
+    assert tiles[""] == [32, 64] and tiles["tiles"] == [32, 32]
+    assert len(set(tiles["batch_invariant"])) == 1
+
+
 def test_middling_batches_take_the_sizes_of_small_ones_in_small_tiles():
     """With 17 to 32 tokens per slot, prefill sizes took up to 1.4 times as long."""
     for tile, least in ((16, 512), (32, 2048), (64, 300)):
@@ -388,6 +423,39 @@ def test_blends_of_8_bits_and_of_unlike_tokens_take_a_matrix_product(kind, merge
         shape = BlendShape(2, 2, merged, not kind, BatchShape(2 * tokens, 8, 16))
         tiles = choose_blend_tiles(batch, layer, shape, storage, options)
         assert tiles.how not in ("row", "rows") and tiles.expand.num_stages
+
+
+@pytest.mark.parametrize(
+    "tokens, sets, layer, entries, shrink, expand",
+    [  # as measured, but for the last
+        (4096, 8, ("down", 64), 4, (256, 64, 2, 1, 8, 5), (64, 64, 16, 4, 2)),
+        (4096, 8, ("down", 64), 2, (128, 64, 2, 1, 4, 6), (64, 64, 16, 4, 3)),
+        (4096, 8, ("qkv", 64), 4, (256, 64, 1, 1, 8, 5), (64, 64, 8, 4, 2)),
+        (4096, 8, ("qkv", 64), 2, (128, 64, 1, 1, 4, 4), (64, 64, 8, 4, 3)),
+        (4096, 8, ("down", 16), 4, (64, 128, 2, 1, 4, 4), (128, 16, 8, 4, 3)),
+        (6400, 100, ("down", 64), 2, (128, 64, 2, 1, 4, 4), (64, 64, 8, 4, 3)),
+        (1024, 8, ("down", 64), 4, (256, 64, 4, 1, 8, 5), (64, 64, 8, 4, 2)),
+    ],
+)
+def test_sizes_of_like_tokens_of_a_prefill(tokens, sets, layer, entries, shrink, expand):
+    slices, inputs, outputs = LAYERS[layer[0]]
+    options = Options("ieee", True, True, rules_for(H200), True, H200)
+    shape = BlendShape(entries, entries, False, True, None, True)
+    shape = BatchShape(tokens, sets, 64), LayerShape(slices, layer[1], inputs, outputs, 2), shape
+    tiles = choose_blend_tiles(*shape, PLAIN, options)
+    assert (tiles.how, astuple(tiles.shrink), astuple(tiles.expand)) == ("tma", shrink, expand)
+
+
+@pytest.mark.parametrize("widths", [(4096, 1024, 1024), (3584, 512, 512)])
+def test_programs_through_tma_end_within_the_tensor_of_their_slice(widths):
+    options = Options("ieee", True, True, rules_for(H200), True, H200)
+    layer = LayerShape(3, 16, 4096, sum(widths), 2)
+    shape = BlendShape(4, 4, False, True, None, True)
+    given = BatchShape(8192, 8, 64), layer, widths, shape, False
+    for aligns, columns in (((0, 0), 1024), ((8, 8), min(1024, widths[-1]))):
+        expand = kernels_for(*given, aligns, PLAIN, options).expand
+        assert expand.constants["HOW"] == "tma"
+        assert expand.sizes.BLOCK_C * expand.sizes.CHUNKS == columns
 
 
 LAYERS = {  # slices, inputs, outputs
