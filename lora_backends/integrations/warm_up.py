@@ -23,6 +23,15 @@ from lora_backends.integrations.plans import Plans
 PROGRESS = 10.0
 """Seconds between lines of progress in the log."""
 
+TILE = 16
+"""Rows of the smallest tile of any backend; others have a power of two times as many."""
+
+FEW_ROWS = 256
+"""Rows up to which a batch is cut by its sizes alone."""
+
+OVERFULL = (17, 33)
+"""Rows of a slot that are one more than a tile of a backend has room for."""
+
 ALIGNED = 16
 """Triton compiles other code for a stride that is a multiple of it."""
 
@@ -32,6 +41,7 @@ class Batch(NamedTuple):
 
     rows: int
     slots: int  # that have rows
+    most: int = 0  # rows of as many slots as possible, while others have one; 0: rows in turn
 
 
 @dataclass(frozen=True)
@@ -55,27 +65,28 @@ def batches(most_rows: int, num_slots: int) -> list[Batch]:
 
 
 def every_batch(most_rows: int, num_slots: int) -> list[Batch]:
-    """Return batches that together need every kernel of batches up to `most_rows` rows.
+    """Return batches that together need the kernels of batches up to `most_rows` rows.
 
-    Rows above 256 are sampled twice in each interval of 16, above 1024 of 64: once at a multiple of
-    16, once not. Tile sizes change where tiles of 16 to 64 tokens are full. Slots above 16 are a
-    quarter of an octave apart.
+    Kernels change with the rows, and with the tiles that they fill: `TILE` rows or a multiple. So
+    the rows are multiples of 16, above 1024 of 64, and up to 32 slots all up to 256. Beyond each
+    number that fills the tiles of all slots, an eighth of the slots at a time needs another tile.
+    Slots above 128 are an eighth of an octave apart.
     """
-    rows = {
-        *range(1, 256),
-        *range(256, 1024, 16),
-        *range(265, 1024, 16),
-        *range(1024, most_rows, 64),
-        *range(1057, most_rows, 64),
-        most_rows,
-    }
-    slots = range(1, num_slots + 1) if num_slots <= 16 else _steps(num_slots)
-    return _combined(sorted(each for each in rows if each <= most_rows), slots)
+    few, found = [*range(1, 257)], set[Batch]()
+    steps = [*range(16, 1024, 16), *range(1024, most_rows, 64), most_rows]
+    slots = [*range(1, num_slots + 1)][:128]
+    for active in [*slots, *(each for each in _steps(num_slots, 8) if each > 128)]:
+        overfull = {-(-active * eighth // 8) for eighth in range(1, 9)}
+        full = range(TILE * active, most_rows, TILE * active)
+        beyond = [rows + more for rows in full for more in overfull]
+        rows = [active, active + 1, *(few if active <= 32 else ()), *steps, *beyond]
+        found.update(Batch(each, active) for each in rows if active <= each <= most_rows)
+    return sorted(found)
 
 
-def _steps(most: int) -> list[int]:
-    powers = range(4 * (most.bit_length() + 1))
-    return sorted({min(most, round(2 ** (power / 4))) for power in powers})
+def _steps(most: int, per_octave: int = 4) -> list[int]:
+    powers = range(per_octave * (most.bit_length() + 1))
+    return sorted({min(most, round(2 ** (power / per_octave))) for power in powers})
 
 
 def _combined(rows: Sequence[int], slots: Sequence[int]) -> list[Batch]:
@@ -217,6 +228,23 @@ def _needs(plans: Plans, trials: Sequence[Trial], captured: bool) -> Iterator[tu
         for trial in trials:
             if batch.rows <= trial.most_rows:
                 yield trial, batch
+        for uneven in () if captured else _uneven(plans, batch):
+            for trial in trials:
+                if batch.rows <= trial.most_rows:
+                    yield trial, uneven
+
+
+def _uneven(plans: Plans, batch: Batch) -> Iterator[Batch]:
+    """Announce batches of the same sizes, unevenly, and yield those with another cut."""
+    if batch.rows <= FEW_ROWS:
+        return
+    cut = getattr(plans.of(batch.rows), "cut", None)
+    for most in OVERFULL:
+        if batch.slots < batch.rows < most * batch.slots:
+            uneven = batch._replace(most=most)
+            announce(plans, uneven)
+            if getattr(plans.of(batch.rows), "cut", None) != cut:
+                yield uneven
 
 
 def _rows_of_x(trial: Trial, batch: Batch) -> list[int]:
@@ -228,9 +256,14 @@ def _rows_of_x(trial: Trial, batch: Batch) -> list[int]:
 
 
 def announce(plans: Plans, batch: Batch) -> None:
-    """Let plans hold a batch whose rows take the slots in turn."""
-    turn = list(range(batch.slots)) * (batch.rows // batch.slots + 1)
-    plans.set_slots(turn[: batch.rows])
+    """Let plans hold a batch."""
+    if not batch.most:
+        turn = list(range(batch.slots)) * (batch.rows // batch.slots + 1)
+        plans.set_slots(turn[: batch.rows])
+        return
+    full, rest = divmod(batch.rows - batch.slots, batch.most - 1)
+    slots = [slot for slot in range(full) for _ in range(batch.most - 1)]
+    plans.set_slots([*range(batch.slots), *slots, *[full] * rest])
 
 
 class _CompilingLog:

@@ -37,6 +37,9 @@ class Serving:
 
     def needed(self, batch, rows):
         announce(self.plans, batch)
+        return self.needed_by_the_announced(rows)
+
+    def needed_by_the_announced(self, rows):
         with self.plans.backend.recording() as recorded:
             self.trial.call(rows)
         return recorded.kernels
@@ -50,20 +53,20 @@ def serve(monkeypatch):
         rooms, "_sizes", lambda _, capacity, sizes=rooms._sizes: sizes("cuda", capacity)
     )
 
-    def make(engine, layer, rank, halves=False, lora_a=None, plans=None):
+    def make(engine, layer, rank, halves=False, lora_a=None, plans=None, slots=SLOTS):
         backend = get_backend(engine, device="cpu") if plans is None else plans.backend
         backend._options = backend._options._replace(
             programmatic=True, tma=True, gpu=H200, source=rules_for(H200)
         )
         wide, slices = LAYERS[layer]
         weights = LoRAWeights(
-            lora_a or torch.empty(SLOTS, len(slices), rank, wide, dtype=torch.bfloat16),
-            torch.empty(SLOTS, sum(slices), rank, dtype=torch.bfloat16),
-            torch.zeros(SLOTS, len(slices), dtype=torch.int32),
-            torch.ones(SLOTS, len(slices)),
+            lora_a or torch.empty(slots, len(slices), rank, wide, dtype=torch.bfloat16),
+            torch.empty(slots, sum(slices), rank, dtype=torch.bfloat16),
+            torch.zeros(slots, len(slices), dtype=torch.int32),
+            torch.ones(slots, len(slices)),
             slices,
         )
-        plans = plans or Plans(backend, SLOTS, ROWS)
+        plans = plans or Plans(backend, slots, ROWS)
 
         def run(rows):
             x, y = (torch.empty(rows, n, dtype=torch.bfloat16) for n in (wide, sum(slices)))
@@ -115,6 +118,31 @@ def test_no_batch_of_a_serving_needs_another_kernel(serve, engine, layer, rank, 
     for _ in range(500):
         batch, rows = drawn(draw)
         assert serving.needed(batch, rows) <= compiled, (batch, rows)
+
+
+@pytest.mark.parametrize(
+    "engine, layer, rank, slots",
+    [("triton", "qkv", 64, 24), ("csgmv", "qkv", 64, 24), ("triton", "down", 16, 64)],
+)
+def test_no_batch_that_falls_unevenly_on_slots_needs_another_kernel(
+    serve, engine, layer, rank, slots
+):
+    serving = serve(engine, layer, rank, slots=slots)
+    compiled = record(serving.plans, [serving.trial], captured=False)[0].kernels
+    draw, tiles = random.Random(7), set()
+    for _ in range(1000):
+        rows, active = draw.randint(257, ROWS), draw.randint(1, slots)
+        if draw.random() < 0.5:  # like rows, at random
+            taken = [*range(active), *draw.choices(range(active), k=rows - active)]
+        else:  # chunks of prompts beside decodes
+            ends = sorted(draw.choices(range(rows - active + 1), k=active - 1))
+            lengths = [b - a for a, b in zip([0, *ends], [*ends, rows - active], strict=True)]
+            taken = [slot for slot, length in enumerate(lengths) for _ in range(length + 1)]
+        serving.plans.set_slots(taken)
+        assert serving.needed_by_the_announced(rows) <= compiled, (rows, active)
+        if rows // active <= 32:
+            tiles.add(serving.plans.of(rows).tile_tokens)
+    assert 64 in tiles  # more than the average asks for
 
 
 def test_layers_whose_tensors_lie_at_other_distances_are_told_apart(serve):
