@@ -353,7 +353,8 @@ def test_runs_longer_than_any_that_a_plan_has_room_for_are_refused(engine):
     plans, batch = engine.prepare_rooms(3, (8, 16)), LoRABatch([0], 3)
     before = plans[1].packed.clone()
     with pytest.raises(AssertionError, match="no room for runs of 128 tokens"):
-        plans[0].fill(batch, runs.count_tokens(batch), *(128, 1)[: len(engine._cut(1, 1))])
+        counted = runs.count_tokens(batch)
+        plans[0].fill(batch, counted, *(128, 1)[: len(engine._cut(1, counted))])
     assert torch.equal(plans[1].packed, before)
 
 

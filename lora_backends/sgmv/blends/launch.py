@@ -57,9 +57,8 @@ from lora_backends.weights import LoRAWeights
 MAX_STACKED = 4 * MAX_BLOCK_R
 """The most ranks, of all entries, that one product takes."""
 
-
 MOST_PLANES = 4
-"""The most planes of h of a shrink for like tokens that stacks their adapters."""
+"""The most planes of h of a shrink of more than `MAX_BLOCK_R` ranks of like tokens."""
 
 MOST_H_VALUES = 16384
 """The most values of h that a program of the expand adds up in more than 4 planes; it keeps half as
@@ -75,7 +74,7 @@ SUM_BLOCK = 256
 """Values of h that a program of the third kernel writes: few, as there may be few pairs."""
 
 TMA_COLUMNS = 512
-"""Columns of which the slices must be multiples where each has a tensor of its own, for TMA."""
+"""Slices that have a tensor each take TMA only if their widths are multiples of this."""
 
 
 class BlendKernels(NamedTuple):
@@ -301,8 +300,8 @@ def choose_blend_tiles(
     fits = max(rank_pad, rank // 4) <= MAX_BLOCK_R and options.gpu.shared_bytes >= TMA_BYTES
     if shape.tma and fits and layer.item_bytes == 2 and not shape.pairs:
         rows = options.gpu.as_on_h200(batch.rows)
-        if batch.tile_tokens == 64:
-            shrink = fitting(_stacked_shrink(shrink, rows, layer, rank), 64, 2, options.gpu)
+        shrink = _stacked_shrink(shrink, rows, layer, rank)
+        shrink = fitting(shrink, batch.tile_tokens, layer.item_bytes, options.gpu)
         return BlendTiles(shrink, _by_tma(rows, layer, rank), "tma")
     expand, together = _together(replace(expand, num_stages=1), batch, layer, shape)
     return BlendTiles(shrink, expand, "together", together, sums)
@@ -311,21 +310,17 @@ def choose_blend_tiles(
 def _stacked_shrink(shrink: ShrinkTiles, rows: int, layer: LayerShape, rank: int) -> ShrinkTiles:
     """Return the sizes for tiles of 64 like tokens, whose adapters have `rank` ranks together.
 
-    Every block of A reads x again, from L2, whose rate limits these shrinks. So a block has all
-    ranks of a slice, up to 256, and parts of the inputs fill the GPU.
+    Every block of A reads x again, from L2, whose bandwidth limits these shrinks. So a block has
+    all ranks of a slice, and parts of the inputs fill the GPU.
     """
-    block_n = min(MAX_STACKED, rank)
-    if block_n <= MAX_BLOCK_R:
+    if rank <= MAX_BLOCK_R:
         return shrink  # as for one adapter
-    wave, programs = H200.multiprocessors, -(-layer.num_slices * rank // block_n) * rows
-    if block_n == MAX_STACKED:  # one program takes the shared memory of a multiprocessor
-        split_k = planes_of(layer.in_features, max(1, min(MOST_PLANES, wave // programs)))
-        return ShrinkTiles(block_n, 64, split_k, num_warps=8, num_stages=5)
-    # one, or two that share it where one would leave many multiprocessors idle
-    most = 2 if wave // 2 < programs < wave * 9 // 10 else max(1, wave // programs)
-    split_k = planes_of(layer.in_features, min(MOST_PLANES, most))
-    stages = 6 if programs * split_k <= wave else 4
-    return ShrinkTiles(block_n, 64, split_k, num_stages=stages)
+    wave, programs = H200.multiprocessors, layer.num_slices * rows
+    split_k = planes_of(layer.in_features, max(1, min(MOST_PLANES, wave // programs)))
+    if rank == MAX_STACKED:  # a program takes the shared memory of a multiprocessor
+        return ShrinkTiles(rank, 64, split_k, num_warps=8, num_stages=5)
+    # so does one that is alone there; else two share it
+    return ShrinkTiles(rank, 64, split_k, num_stages=6 if programs <= wave else 4)
 
 
 def _by_tma(rows: int, layer: LayerShape, rank: int) -> ExpandTiles:
@@ -336,8 +331,8 @@ def _by_tma(rows: int, layer: LayerShape, rank: int) -> ExpandTiles:
     # 4 warps leave a thread registers for h of all entries
     programs = rows * layer.out_features // 1024
     if 3 * wave <= 2 * programs <= 4 * wave or programs >= 4 * wave:
-        # Each program loads h, so fewer with more columns are faster: if a multiprocessor gets two
-        # of 1,024 columns, or many. If it gets three, one waits.
+        # Every program loads h, so programs of 1,024 columns are faster where a multiprocessor gets
+        # about two, which run at once, or at least four. Of three, one would run alone.
         block_c = 128 if rank <= MAX_BLOCK_R else 64
         return ExpandTiles(block_c, block_r, 1024 // block_c, num_stages=stages)
     return ExpandTiles(64, block_r, 8, num_stages=stages)
@@ -397,11 +392,6 @@ def _together(
     return replace(expand, block_c=block_c, chunks=chunks, num_warps=num_warps), together
 
 
-def _reaches_beyond(expand: ExpandTiles, output_slices: tuple[int, ...]) -> bool:
-    """Return whether a program has columns beyond the end of a slice."""
-    return any(width % (expand.block_c * expand.chunks) for width in output_slices)
-
-
 @lru_cache(maxsize=4096)
 def kernels_for(
     batch: BatchShape,
@@ -418,8 +408,8 @@ def kernels_for(
         blend = blend._replace(tma=blend.tma and all(w % TMA_COLUMNS == 0 for w in output_slices))
     tiles = choose_blend_tiles(batch, layer, blend, storage, options)
     shrink, expand, how, together, sums = tiles
-    while how == "tma" and slice_aligns[1] and _reaches_beyond(expand, output_slices):
-        expand = replace(expand, chunks=expand.chunks // 2)
+    if how == "tma" and slice_aligns[1] and not column_programs(output_slices, expand).even:
+        expand = replace(expand, chunks=expand.chunks // 2)  # 512 columns instead of 1,024
     entries = blend.entries
     columns, rank = column_programs(output_slices, expand), layer.max_rank
     of_a = shrink_sizes(

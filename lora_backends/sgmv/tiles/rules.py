@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
-import numpy.typing as npt
-
+from lora_backends.sgmv.runs import Counted, split
 from lora_backends.sgmv.tiles.bounds import (
     MANY_ROWS,
     PREFILL_TOKENS,
@@ -64,18 +62,20 @@ def tile_tokens(num_tokens: int, active_slots: int) -> int:
     return 32 if of_16 >= 12 and of_32 <= 0.6 * of_16 else 16
 
 
-def wider_tile(tile: int, num_tokens: int, counts: npt.NDArray[np.int64]) -> int:
-    """Return the tokens per tile for slots of `counts` tokens: `tile`, or twice as many.
+def wider_tile(tile: int, num_tokens: int, counted: Counted) -> int:
+    """Return the tokens per tile of a prefill whose tokens may fall unevenly on slots.
 
-    `tile_tokens` takes the average. If that is about `tile`, and tokens fall on slots at random,
-    half of the slots have a few more and need a second tile, which reads A and B again.
+    That is `tile`, which follows from the average, or twice as many if these are at most 0.8 times
+    as many tiles. If the average is close to `tile`, and tokens fall on slots at random, about half
+    of the slots have more, and need a second tile that reads A and B again.
     """
     if num_tokens < PREFILL_TOKENS[64] or tile not in (16, 32):
         return tile
-    narrow, wide = (int((-(-counts // size)).sum()) for size in (tile, 2 * tile))
-    if wide > 0.8 * narrow or (tile == 32 and wide < FEW_WIDE):
-        return tile
-    return 2 * tile
+    slots = max(1, counted.active)
+    if tile == 32 and slots * -(-(num_tokens // slots) // 64) < FEW_WIDE:
+        return tile  # `tile_tokens` never gives 64 here, so kernels were not measured
+    narrow, wide = (int(split(counted.counts[1:], size).sum()) for size in (tile, 2 * tile))
+    return 2 * tile if wide <= 0.8 * narrow else tile
 
 
 @lru_cache(maxsize=4096)

@@ -57,7 +57,7 @@ Index = Mapping[tuple[LayerShape, int], Sequence[Entry]]
 """The entries of a table by layer and tokens per tile."""
 
 
-def _unmeasured(batch: BatchShape, layer: LayerShape) -> None:
+def _unmeasured(*_: object) -> None:
     """Return None: nothing was measured. A function, as a lambda cannot be pickled."""
 
 
@@ -71,12 +71,16 @@ class TileSource:
     measured: Callable[[BatchShape, LayerShape], TileConfig | None] = _unmeasured
     """Returns the sizes that a table measured on this device has for a layer, or None."""
     like: str | None = None  # the device of the last table, if that is another one
-    is_fixed: bool = False  # whether every batch takes the same tile
+    named_tile: Callable[[int, int], int | None] = _unmeasured
+    """Returns the tokens per tile that a table names for (num_tokens, active_slots), or None."""
 
     def tile_for(self, num_tokens: int, counted: Counted) -> int:
         """Return the tokens per tile for a batch whose tokens may fall unevenly on slots."""
+        named = self.named_tile(num_tokens, counted.active)
+        if named is not None:
+            return named
         tile = self.tile_tokens(num_tokens, counted.active)
-        return tile if self.is_fixed else rules.wider_tile(tile, num_tokens, counted.counts[1:])
+        return rules.wider_tile(tile, num_tokens, counted)
 
     @property
     def origin(self) -> str:
@@ -143,7 +147,7 @@ def tile_source(
 
 def fixed_source(tile_tokens: int, tiles: TileConfig) -> TileSource:
     """Return a source that gives the same sizes for every batch and layer, as a search needs."""
-    return TileSource(lambda *_: tile_tokens, lambda *_: tiles, is_fixed=True)
+    return TileSource(lambda *_: tile_tokens, lambda *_: tiles, named_tile=lambda *_: tile_tokens)
 
 
 def user_folder() -> Path:
@@ -230,12 +234,16 @@ def _from_tables(given: Mapping[Path, TileTable], device: torch.device, gpu: Gpu
     like = None if is_of(tables[-1], device) else tables[-1].device
 
     @lru_cache(maxsize=4096)
-    def tile_tokens(num_tokens: int, active_slots: int) -> int:
+    def named_tile(num_tokens: int, active_slots: int) -> int | None:
         for table in tables:
             near = standing_for(table.batches, num_tokens, active_slots)
             if near is not None:
                 return int(near.tile_tokens)
-        return rules.tile_tokens(num_tokens, active_slots)
+        return None
+
+    def tile_tokens(num_tokens: int, active_slots: int) -> int:
+        named = named_tile(num_tokens, active_slots)
+        return rules.tile_tokens(num_tokens, active_slots) if named is None else named
 
     @lru_cache(maxsize=4096)
     def choose_tiles(batch: BatchShape, layer: LayerShape) -> TileConfig:
@@ -248,7 +256,12 @@ def _from_tables(given: Mapping[Path, TileTable], device: torch.device, gpu: Gpu
         return rules.choose_tiles(batch, layer, gpu)
 
     return TileSource(
-        tile_tokens, choose_tiles, tuple(map(str, given)), partial(_first, of_device), like
+        tile_tokens,
+        choose_tiles,
+        tuple(map(str, given)),
+        partial(_first, of_device),
+        like,
+        named_tile,
     )
 
 

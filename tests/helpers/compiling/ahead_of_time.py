@@ -142,7 +142,7 @@ BLENDS = {  # layer, (tokens, adapters), adapters per token, whether unlike, sca
     "i8": [(SMALL, (64, 8), 2, False, ("int8", (1, None)))],
 }
 ROOMY_BLENDS = {  # for shared memory alone
-    "bf16": [(NARROW, (2048, 8), 4, False, None)],
+    "bf16": [(layer, (2048, 8), 4, False, None) for layer in (NARROW, DOWN)],
     "fp32": [(SMALL, (64, 8), 4, True, None), (NARROW, (2048, 8), 4, False, None)],
 }
 BASES = [  # rows, columns, and whether there is a bias

@@ -6,7 +6,6 @@ import random
 from dataclasses import astuple, replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from helpers.engines import ENGINES
@@ -15,6 +14,7 @@ from lora_backends import LoRABatch
 from lora_backends.sgmv.blends.launch import BlendShape, choose_blend_tiles, kernels_for
 from lora_backends.sgmv.experts import rules as expert_rules
 from lora_backends.sgmv.launch import INVARIANT_BATCH, Options
+from lora_backends.sgmv.runs import count_tokens
 from lora_backends.sgmv.storage import PLAIN, Storage
 from lora_backends.sgmv.tiles import alike, first_use, gpu, sizes
 from lora_backends.sgmv.tiles.bounds import is_prefill
@@ -374,16 +374,22 @@ def test_tokens_per_tile(tokens, active, tile):
         (32, [40, 24] * 8, 64),  # 512 tokens: 24 tiles of 32, or 16 of 64
         (32, [32] * 16, 32),  # as many of either
         (32, [32] * 13 + [64, 32], 32),  # 16 tiles, or 15
-        (32, [110, 110, 100], 32),  # four tiles of 64 and two more would leave most of a GPU idle
+        (32, [34] * 5 + [28] * 11, 64),  # 21 tiles, or 16
+        (32, [34] * 3 + [28] * 13, 32),  # 19 tiles, or 16
+        (32, [130, 130, 60], 32),  # for even slots, six tiles of 64 would leave most of a GPU idle
         (16, [20, 12] * 16, 32),
+        (16, [20] * 2 + [1] * 4, 16),  # 44 tokens: no prefill
+        (16, [17] * 4 + [60] * 5, 32),  # few wide tiles are many of 32
         (16, [16] * 32, 16),
-        (16, [20, 12] * 8, 16),  # 256 tokens: no prefill
         (64, [70, 58] * 8, 64),  # the widest
         (128, [130, 126] * 8, 128),  # of a segment
     ],
 )
 def test_tokens_that_fall_unevenly_on_slots_take_wider_tiles(tile, counts, wider):
-    assert wider_tile(tile, sum(counts), np.array([0, *counts])) == wider
+    slots = [slot for slot, count in enumerate(counts) for _ in range(count)]
+    for idle in (0, 64):  # tokens without an adapter
+        counted = count_tokens(LoRABatch(slots + [-1] * idle, len(counts) + 1))
+        assert wider_tile(tile, len(slots), counted) == wider
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -427,28 +433,38 @@ def test_blends_of_8_bits_and_of_unlike_tokens_take_a_matrix_product(kind, merge
 
 @pytest.mark.parametrize(
     "tokens, sets, layer, entries, shrink, expand",
-    [  # as measured, but for the last
+    [  # as measured, but for the last two
         (4096, 8, ("down", 64), 4, (256, 64, 2, 1, 8, 5), (64, 64, 16, 4, 2)),
         (4096, 8, ("down", 64), 2, (128, 64, 2, 1, 4, 6), (64, 64, 16, 4, 3)),
         (4096, 8, ("qkv", 64), 4, (256, 64, 1, 1, 8, 5), (64, 64, 8, 4, 2)),
         (4096, 8, ("qkv", 64), 2, (128, 64, 1, 1, 4, 4), (64, 64, 8, 4, 3)),
         (4096, 8, ("down", 16), 4, (64, 128, 2, 1, 4, 4), (128, 16, 8, 4, 3)),
-        (6400, 100, ("down", 64), 2, (128, 64, 2, 1, 4, 4), (64, 64, 8, 4, 3)),
+        (2048, 8, ("qkv", 64), 2, (128, 64, 1, 1, 4, 6), (64, 64, 8, 4, 3)),
         (1024, 8, ("down", 64), 4, (256, 64, 4, 1, 8, 5), (64, 64, 8, 4, 2)),
     ],
 )
 def test_sizes_of_like_tokens_of_a_prefill(tokens, sets, layer, entries, shrink, expand):
     slices, inputs, outputs = LAYERS[layer[0]]
-    options = Options("ieee", True, True, rules_for(H200), True, H200)
+    options = Options("ieee", True, False, rules_for(H200), True, H200)
     shape = BlendShape(entries, entries, False, True, None, True)
     shape = BatchShape(tokens, sets, 64), LayerShape(slices, layer[1], inputs, outputs, 2), shape
     tiles = choose_blend_tiles(*shape, PLAIN, options)
     assert (tiles.how, astuple(tiles.shrink), astuple(tiles.expand)) == ("tma", shrink, expand)
 
 
+def test_shrinks_of_like_tokens_fit_on_smaller_gpus():
+    """Rows count as on an H200, and sizes of 205 KB shrink to a GPU with 192."""
+    layer, shape = LayerShape(1, 64, 14336, 4096, 2), BlendShape(4, 4, False, True, None, True)
+    for on, parts, stages in ((H200, 2, 5), (Gpu(66, TMA_BYTES), 1, 4)):
+        options = Options("ieee", True, False, rules_for(on), True, on)
+        shrink = choose_blend_tiles(BatchShape(4096, 8, 64), layer, shape, PLAIN, options).shrink
+        assert (shrink.split_k, shrink.num_stages) == (parts, stages)
+        assert shrink_bytes(shrink, 64, 2) <= on.shared_bytes
+
+
 @pytest.mark.parametrize("widths", [(4096, 1024, 1024), (3584, 512, 512)])
 def test_programs_through_tma_end_within_the_tensor_of_their_slice(widths):
-    options = Options("ieee", True, True, rules_for(H200), True, H200)
+    options = Options("ieee", True, False, rules_for(H200), True, H200)
     layer = LayerShape(3, 16, 4096, sum(widths), 2)
     shape = BlendShape(4, 4, False, True, None, True)
     given = BatchShape(8192, 8, 64), layer, widths, shape, False
@@ -456,6 +472,8 @@ def test_programs_through_tma_end_within_the_tensor_of_their_slice(widths):
         expand = kernels_for(*given, aligns, PLAIN, options).expand
         assert expand.constants["HOW"] == "tma"
         assert expand.sizes.BLOCK_C * expand.sizes.CHUNKS == columns
+    odd = *given[:2], (4096, 1024, 600), *given[3:]
+    assert kernels_for(*odd, (8, 8), PLAIN, options).expand.constants["HOW"] != "tma"
 
 
 LAYERS = {  # slices, inputs, outputs

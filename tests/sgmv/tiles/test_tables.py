@@ -9,7 +9,9 @@ import pytest
 import torch
 from helpers.engines import ENGINES
 
+from lora_backends import LoRABatch
 from lora_backends.errors import InvalidInputError
+from lora_backends.sgmv.runs import count_tokens
 from lora_backends.sgmv.tiles import alike, rules, source
 from lora_backends.sgmv.tiles.gpu import H200, Gpu
 from lora_backends.sgmv.tiles.sizes import (
@@ -138,6 +140,14 @@ def test_the_tile_of_a_plan_comes_from_the_table(write):
     chosen = _source(write(_table()))
     assert chosen.tile_tokens(64, 8) == 32 != rules.tile_tokens(64, 8)
     assert chosen.tile_tokens(2048, 8) == rules.tile_tokens(2048, 8)
+
+
+def test_a_tile_that_a_table_names_is_kept_for_uneven_batches(write):
+    table = _table()
+    table = replace(table, batches=(replace(table.batches[0], num_tokens=512, active_slots=16),))
+    counted = count_tokens(LoRABatch([i % 16 for i in range(448)] + [0, 2, 4, 6] * 16, 17))
+    assert _source(write(table)).tile_for(512, counted) == table.batches[0].tile_tokens == 32
+    assert source.rules_for().tile_for(512, counted) == 64
 
 
 def test_the_users_table_goes_before_the_rules(write, tmp_path, monkeypatch, engine):
