@@ -18,19 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lora_backends.batch import NO_ADAPTER
 from lora_backends.integrations.plans import Plans
 
 PROGRESS = 10.0
 """Seconds between lines of progress in the log."""
 
-TILE = 16
-"""Rows of the smallest tile of any backend; others have a power of two times as many."""
+TILES = (16, 32, 48, 64)
+"""Rows of a slot that fill tiles of 16, 32 or 64 rows."""
+
+WIDENED = (16, 32)
+"""Rows of tiles that may become twice as wide where rows fall unevenly on slots."""
 
 FEW_ROWS = 256
 """Rows up to which a batch is cut by its sizes alone."""
-
-OVERFULL = (17, 33)
-"""Rows of a slot that are one more than a tile of a backend has room for."""
 
 ALIGNED = 16
 """Triton compiles other code for a stride that is a multiple of it."""
@@ -41,7 +42,8 @@ class Batch(NamedTuple):
 
     rows: int
     slots: int  # that have rows
-    most: int = 0  # rows of as many slots as possible, while others have one; 0: rows in turn
+    most: int = 0  # rows of a slot: slots are filled one by one, the rest have one row; 0: in turn
+    idle: int = 0  # rows without an adapter
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,21 @@ def batches(most_rows: int, num_slots: int) -> list[Batch]:
 def every_batch(most_rows: int, num_slots: int) -> list[Batch]:
     """Return batches that together need the kernels of batches up to `most_rows` rows.
 
-    Kernels change with the rows, and with the tiles that they fill: `TILE` rows or a multiple. So
-    the rows are multiples of 16, above 1024 of 64, and up to 32 slots all up to 256. Beyond each
-    number that fills the tiles of all slots, an eighth of the slots at a time needs another tile.
-    Slots above 128 are an eighth of an octave apart.
+    Kernels change with the number of rows, and with that of tiles. Where the rows fill the tiles of
+    all slots, a row more for a slot starts a tile, so slots get it in eighths. Else the rows are
+    every number up to 64, then multiples of 16, and above 1024 of 256. Slots above 128 are an
+    eighth of an octave apart.
     """
-    few, found = [*range(1, 257)], set[Batch]()
-    steps = [*range(16, 1024, 16), *range(1024, most_rows, 64), most_rows]
+    found = set[Batch]()
+    steps = [*range(1, 65), *range(80, 1024, 16), *range(1024, most_rows, 256), most_rows]
     slots = [*range(1, num_slots + 1)][:128]
     for active in [*slots, *(each for each in _steps(num_slots, 8) if each > 128)]:
-        overfull = {-(-active * eighth // 8) for eighth in range(1, 9)}
-        full = range(TILE * active, most_rows, TILE * active)
-        beyond = [rows + more for rows in full for more in overfull]
-        rows = [active, active + 1, *(few if active <= 32 else ()), *steps, *beyond]
-        found.update(Batch(each, active) for each in rows if active <= each <= most_rows)
+        more = {-(-active * eighth // 8) for eighth in range(1, 9)}
+        filled = [*TILES, *range(TILES[-1], most_rows // active, TILES[-1])]  # rows of each slot
+        beyond = [active * each + few for each in filled for few in more]
+        found.update(
+            Batch(rows, active) for rows in (active, *steps, *beyond) if active <= rows <= most_rows
+        )
     return sorted(found)
 
 
@@ -235,16 +238,23 @@ def _needs(plans: Plans, trials: Sequence[Trial], captured: bool) -> Iterator[tu
 
 
 def _uneven(plans: Plans, batch: Batch) -> Iterator[Batch]:
-    """Announce batches of the same sizes, unevenly, and yield those with another cut."""
+    """Announce batches of the same sizes, unevenly, and yield those with cuts not seen before."""
     if batch.rows <= FEW_ROWS:
         return
-    cut = getattr(plans.of(batch.rows), "cut", None)
-    for most in OVERFULL:
-        if batch.slots < batch.rows < most * batch.slots:
-            uneven = batch._replace(most=most)
-            announce(plans, uneven)
-            if getattr(plans.of(batch.rows), "cut", None) != cut:
-                yield uneven
+    seen = {getattr(plans.of(batch.rows), "cut", None)}
+    for tile in WIDENED:
+        spare = batch.rows - tile * batch.slots
+        unlike = []
+        if batch.slots < batch.rows and spare < batch.slots:  # one row more than a tile, and one
+            unlike.append(batch._replace(most=tile + 1))
+        if 0 < spare < batch.slots:  # all slots fill a tile
+            unlike.append(batch._replace(idle=spare))
+        for each in unlike:
+            announce(plans, each)
+            cut = getattr(plans.of(batch.rows), "cut", None)
+            if cut not in seen:
+                seen.add(cut)
+                yield each
 
 
 def _rows_of_x(trial: Trial, batch: Batch) -> list[int]:
@@ -257,13 +267,14 @@ def _rows_of_x(trial: Trial, batch: Batch) -> list[int]:
 
 def announce(plans: Plans, batch: Batch) -> None:
     """Let plans hold a batch."""
-    if not batch.most:
-        turn = list(range(batch.slots)) * (batch.rows // batch.slots + 1)
-        plans.set_slots(turn[: batch.rows])
-        return
-    full, rest = divmod(batch.rows - batch.slots, batch.most - 1)
-    slots = [slot for slot in range(full) for _ in range(batch.most - 1)]
-    plans.set_slots([*range(batch.slots), *slots, *[full] * rest])
+    rows, slots = batch.rows - batch.idle, batch.slots
+    if batch.most:
+        full, rest = divmod(rows - slots, batch.most - 1)
+        more = [slot for slot in range(full) for _ in range(batch.most - 1)]
+        taken = [*range(slots), *more, *[full] * rest]
+    else:
+        taken = (list(range(slots)) * (rows // slots + 1))[:rows]
+    plans.set_slots([*taken, *[NO_ADAPTER] * batch.idle])
 
 
 class _CompilingLog:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -120,29 +121,38 @@ def test_no_batch_of_a_serving_needs_another_kernel(serve, engine, layer, rank, 
         assert serving.needed(batch, rows) <= compiled, (batch, rows)
 
 
+def unevenly(rows, active, draw):
+    """Yield slots of some rows: one by one; with more in some slots than a tile has; in chunks."""
+    yield [row % active for row in range(rows)]
+    for tile in (16, 32):
+        if rows > tile * active:  # full tiles, and rows without an adapter
+            yield [*range(active)] * tile + [-1] * (rows - tile * active)
+        taken, over = [*range(active)], 0
+        while len(taken) + tile <= rows and over < active:
+            taken, over = taken + [over] * tile, over + 1
+        yield taken + [over % active] * (rows - len(taken))
+    ends = sorted(draw.choices(range(rows - active + 1), k=active - 1))
+    lengths = [end - first for first, end in pairwise([0, *ends, rows - active])]
+    yield [slot for slot, length in enumerate(lengths) for _ in range(length + 1)]
+
+
 @pytest.mark.parametrize(
-    "engine, layer, rank, slots",
-    [("triton", "qkv", 64, 24), ("csgmv", "qkv", 64, 24), ("triton", "down", 16, 64)],
+    "engine, layer, rank, slots, step",
+    [("triton", "down", 16, 24, 1), ("csgmv", "qkv", 64, 24, 3), ("triton", "down", 64, 72, 37)],
 )
 def test_no_batch_that_falls_unevenly_on_slots_needs_another_kernel(
-    serve, engine, layer, rank, slots
+    serve, engine, layer, rank, slots, step
 ):
     serving = serve(engine, layer, rank, slots=slots)
     compiled = record(serving.plans, [serving.trial], captured=False)[0].kernels
     draw, tiles = random.Random(7), set()
-    for _ in range(1000):
-        rows, active = draw.randint(257, ROWS), draw.randint(1, slots)
-        if draw.random() < 0.5:  # like rows, at random
-            taken = [*range(active), *draw.choices(range(active), k=rows - active)]
-        else:  # chunks of prompts beside decodes
-            ends = sorted(draw.choices(range(rows - active + 1), k=active - 1))
-            lengths = [b - a for a, b in zip([0, *ends], [*ends, rows - active], strict=True)]
-            taken = [slot for slot, length in enumerate(lengths) for _ in range(length + 1)]
-        serving.plans.set_slots(taken)
-        assert serving.needed_by_the_announced(rows) <= compiled, (rows, active)
-        if rows // active <= 32:
-            tiles.add(serving.plans.of(rows).tile_tokens)
-    assert 64 in tiles  # more than the average asks for
+    for active in range(1, slots + 1):
+        for rows in range(active + draw.randrange(step), min(ROWS, 34 * active), step):
+            for taken in islice(unevenly(rows, active, draw), None if rows > 256 else 1):
+                serving.plans.set_slots(taken)
+                assert serving.needed_by_the_announced(rows) <= compiled, (rows, active, taken)
+                tiles.add(serving.plans.of(rows).tile_tokens)
+    assert tiles == {16, 32, 64}
 
 
 def test_layers_whose_tensors_lie_at_other_distances_are_told_apart(serve):

@@ -317,9 +317,9 @@ def _stacked_shrink(shrink: ShrinkTiles, rows: int, layer: LayerShape, rank: int
         return shrink  # as for one adapter
     wave, programs = H200.multiprocessors, layer.num_slices * rows
     split_k = planes_of(layer.in_features, max(1, min(MOST_PLANES, wave // programs)))
-    if rank == MAX_STACKED:  # a program takes the shared memory of a multiprocessor
+    if rank == MAX_STACKED:  # too many for two programs on a multiprocessor
         return ShrinkTiles(rank, 64, split_k, num_warps=8, num_stages=5)
-    # so does one that is alone there; else two share it
+    # Alone on a multiprocessor, a program takes all its shared memory; else two share it.
     return ShrinkTiles(rank, 64, split_k, num_stages=6 if programs <= wave else 4)
 
 

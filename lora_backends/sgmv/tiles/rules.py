@@ -72,7 +72,7 @@ def wider_tile(tile: int, num_tokens: int, counted: Counted) -> int:
     if num_tokens < PREFILL_TOKENS[64] or tile not in (16, 32):
         return tile
     slots = max(1, counted.active)
-    if tile == 32 and slots * -(-(num_tokens // slots) // 64) < FEW_WIDE:
+    if slots * -(-(num_tokens // slots) // 64) < FEW_WIDE:
         return tile  # `tile_tokens` never gives 64 here, so kernels were not measured
     narrow, wide = (int(split(counted.counts[1:], size).sum()) for size in (tile, 2 * tile))
     return 2 * tile if wide <= 0.8 * narrow else tile

@@ -63,7 +63,7 @@ def _unmeasured(*_: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TileSource:
-    """Answers an engine's two questions about sizes; both functions are pure and cached."""
+    """Answers an engine's questions about sizes; its functions are pure."""
 
     tile_tokens: Callable[[int, int], int]  # (num_tokens, active_slots) to tokens per tile
     choose_tiles: Callable[[BatchShape, LayerShape], TileConfig]

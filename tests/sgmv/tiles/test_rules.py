@@ -376,6 +376,8 @@ def test_tokens_per_tile(tokens, active, tile):
         (32, [32] * 13 + [64, 32], 32),  # 16 tiles, or 15
         (32, [34] * 5 + [28] * 11, 64),  # 21 tiles, or 16
         (32, [34] * 3 + [28] * 13, 32),  # 19 tiles, or 16
+        (32, [34] * 3 + [28] * 11, 32),  # 17 tiles, or 14
+        (32, [70] * 4 + [30] * 3, 64),
         (32, [130, 130, 60], 32),  # for even slots, six tiles of 64 would leave most of a GPU idle
         (16, [20, 12] * 16, 32),
         (16, [20] * 2 + [1] * 4, 16),  # 44 tokens: no prefill
@@ -387,7 +389,7 @@ def test_tokens_per_tile(tokens, active, tile):
 )
 def test_tokens_that_fall_unevenly_on_slots_take_wider_tiles(tile, counts, wider):
     slots = [slot for slot, count in enumerate(counts) for _ in range(count)]
-    for idle in (0, 64):  # tokens without an adapter
+    for idle in (0, 512):  # tokens without an adapter
         counted = count_tokens(LoRABatch(slots + [-1] * idle, len(counts) + 1))
         assert wider_tile(tile, len(slots), counted) == wider
 
