@@ -60,8 +60,8 @@ class Trial:
 def batches(most_rows: int, num_slots: int) -> list[Batch]:
     """Return batches of all sizes up to `most_rows` rows, a quarter of an octave apart.
 
-    >>> batches(2, 4)
-    [Batch(rows=1, slots=1), Batch(rows=2, slots=1), Batch(rows=2, slots=2)]
+    >>> [(batch.rows, batch.slots) for batch in batches(2, 4)]
+    [(1, 1), (2, 1), (2, 2)]
     """
     return _combined(_steps(most_rows), _steps(num_slots))
 
