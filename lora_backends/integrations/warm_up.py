@@ -30,7 +30,7 @@ TILES = (16, 32, 48, 64)
 WIDENED = (16, 32)
 """Rows of tiles that may become twice as wide where rows fall unevenly on slots."""
 
-FEW_ROWS = 256
+SIZED_ROWS = 256
 """Rows up to which a batch is cut by its sizes alone."""
 
 ALIGNED = 16
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
     rows: int
     slots: int  # that have rows
-    most: int = 0  # rows of a slot: slots are filled one by one, the rest have one row; 0: in turn
+    most: int = 0  # fill slots to this, one after another; others have one row; 0: in turn
     idle: int = 0  # rows without an adapter
 
 
@@ -69,10 +69,9 @@ def batches(most_rows: int, num_slots: int) -> list[Batch]:
 def every_batch(most_rows: int, num_slots: int) -> list[Batch]:
     """Return batches that together need the kernels of batches up to `most_rows` rows.
 
-    Kernels change with the number of rows, and with that of tiles. Where the rows fill the tiles of
-    all slots, a row more for a slot starts a tile, so slots get it in eighths. Else the rows are
-    every number up to 64, then multiples of 16, and above 1024 of 256. Slots above 128 are an
-    eighth of an octave apart.
+    Kernels depend on the numbers of rows and of tiles. Past full tiles, each slot with one more row
+    adds a tile: an eighth of the slots get one, then two eighths, and so on. Other rows: all up to
+    64, then multiples of 16, from 1024 on of 256. Slots above 128 are an eighth of an octave apart.
     """
     found = set[Batch]()
     steps = [*range(1, 65), *range(80, 1024, 16), *range(1024, most_rows, 256), most_rows]
@@ -227,34 +226,37 @@ def _needs(plans: Plans, trials: Sequence[Trial], captured: bool) -> Iterator[tu
     for batch in every_batch(most, 1 if captured else plans.num_slots):
         if captured and not plans.captures(batch.rows):
             continue
-        announce(plans, batch)
-        for trial in trials:
-            if batch.rows <= trial.most_rows:
-                yield trial, batch
-        for uneven in () if captured else _uneven(plans, batch):
+        for announced in _announced(plans, batch, captured):
             for trial in trials:
                 if batch.rows <= trial.most_rows:
-                    yield trial, uneven
+                    yield trial, announced
 
 
-def _uneven(plans: Plans, batch: Batch) -> Iterator[Batch]:
-    """Announce batches of the same sizes, unevenly, and yield those with cuts not seen before."""
-    if batch.rows <= FEW_ROWS:
+def _announced(plans: Plans, batch: Batch, captured: bool) -> Iterator[Batch]:
+    """Announce and yield a batch, then uneven ones of the same sizes that are cut in a new way."""
+    announce(plans, batch)
+    yield batch
+    if captured or batch.rows <= SIZED_ROWS:  # a captured plan keeps its cut
         return
-    seen = {getattr(plans.of(batch.rows), "cut", None)}
+    seen = {_cut(plans, batch)}
     for tile in WIDENED:
         spare = batch.rows - tile * batch.slots
-        unlike = []
-        if batch.slots < batch.rows and spare < batch.slots:  # one row more than a tile, and one
-            unlike.append(batch._replace(most=tile + 1))
-        if 0 < spare < batch.slots:  # all slots fill a tile
-            unlike.append(batch._replace(idle=spare))
-        for each in unlike:
+        uneven = []
+        if batch.slots < batch.rows and spare < batch.slots:  # slots of tile + 1 rows, or of one
+            uneven.append(batch._replace(most=tile + 1))
+        if 0 < spare < batch.slots:  # full tiles, the rest idle
+            uneven.append(batch._replace(idle=spare))
+        for each in uneven:
             announce(plans, each)
-            cut = getattr(plans.of(batch.rows), "cut", None)
+            cut = _cut(plans, batch)
             if cut not in seen:
                 seen.add(cut)
                 yield each
+
+
+def _cut(plans: Plans, batch: Batch) -> Any:
+    """Return how the plan for a batch is cut, where the backend's plans tell."""
+    return getattr(plans.of(batch.rows), "cut", None)
 
 
 def _rows_of_x(trial: Trial, batch: Batch) -> list[int]:

@@ -122,7 +122,7 @@ def test_no_batch_of_a_serving_needs_another_kernel(serve, engine, layer, rank, 
 
 
 def unevenly(rows, active, draw):
-    """Yield slots of some rows: one by one; with more in some slots than a tile has; in chunks."""
+    """Yield the slot of each row: in turn; full tiles and idle rows; overfull slots; chunks."""
     yield [row % active for row in range(rows)]
     for tile in (16, 32):
         if rows > tile * active:  # full tiles, and rows without an adapter

@@ -57,7 +57,7 @@ from lora_backends.weights import LoRAWeights
 MAX_STACKED = 4 * MAX_BLOCK_R
 """The most ranks, of all entries, that one product takes."""
 
-MOST_PLANES = 4
+MOST_STACKED_PLANES = 4
 """The most planes of h of a shrink of more than `MAX_BLOCK_R` ranks of like tokens."""
 
 MOST_H_VALUES = 16384
@@ -250,13 +250,13 @@ def choose_blend_tiles(
     rank_pad = padded_rank(layer.max_rank)
     block_r, rank = min(MAX_BLOCK_R, rank_pad), shape.entries * rank_pad
     by_product = shape.merged or storage.kind or rank > MAX_STACKED
-    # for like tokens the other kernels were timed with few tiles and with many
+    # kernels without a product were not timed with these numbers of tiles
     by_product = by_product or FEW_ROWS <= batch.rows < MANY_ROWS
     if by_product:  # the rules choose a matrix product for more than 2 tokens a tile
         batch = replace(batch, num_tokens=max(batch.num_tokens, 2 * batch.active_slots + 1))
     stacked = replace(layer, num_slices=layer.num_slices * shape.entries)
     expand = choose_sizes(batch, layer, storage, rules, "linear")[1]
-    # kernels without one take no 8 bits, no unlike tokens and at most MAX_STACKED ranks
+    # those take no 8 bits, no unlike tokens and at most MAX_STACKED ranks
     assert expand.num_stages or not by_product
     pairs = shape.pairs
     is_row = pairs is not None and expand.num_stages == 0 and batch.active_slots == 1
@@ -300,23 +300,22 @@ def choose_blend_tiles(
     fits = max(rank_pad, rank // 4) <= MAX_BLOCK_R and options.gpu.shared_bytes >= TMA_BYTES
     if shape.tma and fits and layer.item_bytes == 2 and not shape.pairs:
         rows = options.gpu.as_on_h200(batch.rows)
-        shrink = _stacked_shrink(shrink, rows, layer, rank)
-        shrink = fitting(shrink, batch.tile_tokens, layer.item_bytes, options.gpu)
+        if rank > MAX_BLOCK_R:  # else as for one adapter
+            shrink = _stacked_shrink(rows, layer, rank)
+            shrink = fitting(shrink, batch.tile_tokens, layer.item_bytes, options.gpu)
         return BlendTiles(shrink, _by_tma(rows, layer, rank), "tma")
     expand, together = _together(replace(expand, num_stages=1), batch, layer, shape)
     return BlendTiles(shrink, expand, "together", together, sums)
 
 
-def _stacked_shrink(shrink: ShrinkTiles, rows: int, layer: LayerShape, rank: int) -> ShrinkTiles:
+def _stacked_shrink(rows: int, layer: LayerShape, rank: int) -> ShrinkTiles:
     """Return the sizes for tiles of 64 like tokens, whose adapters have `rank` ranks together.
 
-    Every block of A reads x again, from L2, whose bandwidth limits these shrinks. So a block has
-    all ranks of a slice, and parts of the inputs fill the GPU.
+    Each block of A costs another read of x from L2, whose bandwidth limits these shrinks. So one
+    block has all ranks of a slice; split_k fills the GPU.
     """
-    if rank <= MAX_BLOCK_R:
-        return shrink  # as for one adapter
     wave, programs = H200.multiprocessors, layer.num_slices * rows
-    split_k = planes_of(layer.in_features, max(1, min(MOST_PLANES, wave // programs)))
+    split_k = planes_of(layer.in_features, min(MOST_STACKED_PLANES, wave // programs))
     if rank == MAX_STACKED:  # too many for two programs on a multiprocessor
         return ShrinkTiles(rank, 64, split_k, num_warps=8, num_stages=5)
     # Alone on a multiprocessor, a program takes all its shared memory; else two share it.
@@ -328,11 +327,11 @@ def _by_tma(rows: int, layer: LayerShape, rank: int) -> ExpandTiles:
     block_r, wave = padded_rank(layer.max_rank), H200.multiprocessors
     # a stage of 256 ranks has 32 KiB of B
     stages = 2 if rank > 2 * MAX_BLOCK_R else 3
-    # 4 warps leave a thread registers for h of all entries
     programs = rows * layer.out_features // 1024
-    if 3 * wave <= 2 * programs <= 4 * wave or programs >= 4 * wave:
-        # Every program loads h, so programs of 1,024 columns are faster where a multiprocessor gets
-        # about two, which run at once, or at least four. Of three, one would run alone.
+    # the default of 4 warps leaves registers for h of all entries
+    if 1.5 * wave <= programs <= 2 * wave or programs >= 4 * wave:
+        # Every program loads h, so 1,024 columns are faster where a multiprocessor gets 1.5 to 2
+        # programs, which run at once, or at least 4. Of 3, one runs alone.
         block_c = 128 if rank <= MAX_BLOCK_R else 64
         return ExpandTiles(block_c, block_r, 1024 // block_c, num_stages=stages)
     return ExpandTiles(64, block_r, 8, num_stages=stages)

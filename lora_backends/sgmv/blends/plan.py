@@ -282,7 +282,7 @@ def choose_cut(batch: LoRABatch, ordered: SortedTokens, tile_tokens: Any) -> Cut
     size = tile_tokens(batch.num_tokens, sets)
     if tokens > 512 and tokens >= 32 * sets:  # fills at least half of a tile of 64
         size = max(size, 64)
-    elif batch.num_tokens < 512:  # tiles of 64 were not timed here
+    elif batch.num_tokens < 512:  # tiles of 64 were not timed
         size = min(size, 32)
     # Reading x once for all adapters pays where it is long; a shrink by pair reads each adapter for
     # all of its tokens together.

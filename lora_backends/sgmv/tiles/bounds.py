@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lora_backends.sgmv.tiles.sizes import BatchShape, parts
 
-PREFILL_TOKENS = {16: 512, 32: 2048, 64: 300}  # tokens of the smallest prefill, by those of a tile
-LONE_TOKENS = 512  # from so many tokens on, none is treated as alone with its slot
+PREFILL_TOKENS = {16: 512, 32: 2048, 64: 300}  # fewest tokens of a prefill, by tokens per tile
+LONE_TOKENS = 512  # from so many tokens on, none counts as alone in its slot
 FEW_ROWS = 8  # of the grid: fewer leave most of an H200 idle
 MANY_ROWS = 32  # of the grid: about a quarter of an H200's multiprocessors
 SHORT_INPUT = 2048  # in_features below which most small batches sum in one order

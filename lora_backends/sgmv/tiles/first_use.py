@@ -159,7 +159,7 @@ class _FirstUse:
             return known
         # 8-bit stacks take tables and rules: the lab has no such layers
         is_searched = batch.active_slots > 0 and batch.tile_tokens in TILE_TOKENS
-        # the rules serve a batch that only its rounding brings within a table's reach
+        # if a table has only the rounded batch, the rules serve this one
         is_searched = is_searched and self.tables.measured(rounded(batch), layer) is None
         if is_searched and layer.item_bytes > 1 and self._share() >= LEAST_SECONDS:
             self.entries |= self.read()  # another process may have found it

@@ -63,11 +63,11 @@ def tile_tokens(num_tokens: int, active_slots: int) -> int:
 
 
 def wider_tile(tile: int, num_tokens: int, counted: Counted) -> int:
-    """Return the tokens per tile of a prefill whose tokens may fall unevenly on slots.
+    """Return the tokens per tile for a batch whose tokens may fall unevenly on slots.
 
-    That is `tile`, which follows from the average, or twice as many if these are at most 0.8 times
-    as many tiles. If the average is close to `tile`, and tokens fall on slots at random, about half
-    of the slots have more, and need a second tile that reads A and B again.
+    From 300 tokens on, `tile` doubles if that leaves at most 0.8 times as many tiles. If tokens
+    fall on slots at random, about half of the slots have more than the average. If that is close to
+    `tile`, they need a second tile, which reads A and B again.
     """
     if num_tokens < PREFILL_TOKENS[64] or tile not in (16, 32):
         return tile

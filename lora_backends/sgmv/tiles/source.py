@@ -44,7 +44,7 @@ _LOG = logging.getLogger("lora_backends.tiles")
 
 REACH = math.sqrt(2)
 """A measured batch stands for batches with up to this many times its tokens and active slots, which
-is halfway to the next power of two. With a reach of 2, most were slower than the rules on an
+is halfway to the next power of two. With a reach of 2, most entries lost to the rules on an
 H200."""
 
 PREFILL_REACH = 1.15
@@ -58,12 +58,12 @@ Index = Mapping[tuple[LayerShape, int], Sequence[Entry]]
 
 
 def _unmeasured(*_: object) -> None:
-    """Return None: nothing was measured. A function, as a lambda cannot be pickled."""
+    """Return None: nothing was measured. A function, so that `rules_for` can be pickled."""
 
 
 @dataclass(frozen=True, eq=False)
 class TileSource:
-    """Answers an engine's questions about sizes; its functions are pure."""
+    """Answers an engine's questions about sizes."""
 
     tile_tokens: Callable[[int, int], int]  # (num_tokens, active_slots) to tokens per tile
     choose_tiles: Callable[[BatchShape, LayerShape], TileConfig]

@@ -380,11 +380,11 @@ def test_tokens_per_tile(tokens, active, tile):
         (32, [70] * 4 + [30] * 3, 64),
         (32, [130, 130, 60], 32),  # for even slots, six tiles of 64 would leave most of a GPU idle
         (16, [20, 12] * 16, 32),
-        (16, [20] * 2 + [1] * 4, 16),  # 44 tokens: no prefill
-        (16, [17] * 4 + [60] * 5, 32),  # few wide tiles are many of 32
+        (16, [20] * 2 + [1] * 4, 16),  # 44 tokens: under 300
+        (16, [17] * 4 + [60] * 5, 32),  # 28 tiles of 16, or 14 of 32
         (16, [16] * 32, 16),
         (64, [70, 58] * 8, 64),  # the widest
-        (128, [130, 126] * 8, 128),  # of a segment
+        (128, [130, 126] * 8, 128),  # of a csgmv segment
     ],
 )
 def test_tokens_that_fall_unevenly_on_slots_take_wider_tiles(tile, counts, wider):
@@ -421,7 +421,7 @@ def test_middling_batches_take_the_sizes_of_small_ones_in_small_tiles():
 
 @pytest.mark.parametrize("kind, merged", [(4, False), (4, True), (0, True)])
 def test_blends_of_8_bits_and_of_unlike_tokens_take_a_matrix_product(kind, merged):
-    """Blend kernels without one read no scales and take only like tokens."""
+    """Only matrix products read scales or take unlike tokens."""
     options = Options("ieee", True, False, rules_for(H200), True, H200)
     storage = Storage(kind, (1, None), torch.bfloat16) if kind else PLAIN
     for tokens, sets, rank, outputs in itertools.product(
@@ -435,7 +435,7 @@ def test_blends_of_8_bits_and_of_unlike_tokens_take_a_matrix_product(kind, merge
 
 @pytest.mark.parametrize(
     "tokens, sets, layer, entries, shrink, expand",
-    [  # as measured, but for the last two
+    [  # the last two were not measured
         (4096, 8, ("down", 64), 4, (256, 64, 2, 1, 8, 5), (64, 64, 16, 4, 2)),
         (4096, 8, ("down", 64), 2, (128, 64, 2, 1, 4, 6), (64, 64, 16, 4, 3)),
         (4096, 8, ("qkv", 64), 4, (256, 64, 1, 1, 8, 5), (64, 64, 8, 4, 2)),
@@ -455,7 +455,7 @@ def test_sizes_of_like_tokens_of_a_prefill(tokens, sets, layer, entries, shrink,
 
 
 def test_shrinks_of_like_tokens_fit_on_smaller_gpus():
-    """Rows count as on an H200, and sizes of 205 KB shrink to a GPU with 192."""
+    """Rows count as on an H200, and sizes of 205 KB are cut to fit 192."""
     layer, shape = LayerShape(1, 64, 14336, 4096, 2), BlendShape(4, 4, False, True, None, True)
     for on, parts, stages in ((H200, 2, 5), (Gpu(66, TMA_BYTES), 1, 4)):
         options = Options("ieee", True, False, rules_for(on), True, on)
